@@ -157,7 +157,7 @@ def load(s: ForecastConfig, target: Target) -> Draft:
                 "forecast them apart, with --engines '[draftsmith]' or without draftsmith among them"
             )
         device = str(target.runner.device)
-        draft = causal.load(s.draft, target, device, s.draft_dtype, whole_head=True)
+        draft = causal.load(s.draft, target, device, s.draft_dtype, full_head=True)
     check_draft(draft)
     return draft
 

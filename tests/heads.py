@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, head_layouts, layouts
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
@@ -34,14 +34,14 @@ def fields(family: str, target: Target, **changes: Any) -> dict[str, Any]:
     """config.json of untrained heads for this target."""
     config, vocab = target.runner.config, target.runner.vocab_size
     if family == "medusa":
-        return layouts.medusa_config(config, HEADS, 1, vocab) | changes
+        return head_layouts.medusa_config(config, HEADS, 1, vocab) | changes
     if family == "eagle1":
-        return layouts.eagle1_config(config, vocab) | changes
+        return eagle_layouts.eagle1_config(config, vocab) | changes
     ids = ids_of(family, vocab)
     size = vocab if ids is None else len(ids)
     layers = tuple(range(min(3, config.num_hidden_layers)))
     width = config.hidden_size // 2 if family == "narrow" else 0
-    return layouts.eagle3_config(config, vocab, size, layers, width) | changes
+    return eagle_layouts.eagle3_config(config, vocab, size, layers, width) | changes
 
 
 def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
@@ -53,7 +53,7 @@ def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
     elif family == "eagle1":
         net = Eagle1Model(llama_config(config), LMHead(model))
     else:
-        layers = layouts.aux_layers(config, target.runner.config.num_hidden_layers)
+        layers = eagle_layouts.aux_layers(config, target.runner.config.num_hidden_layers)
         ids = ids_of(family, config["vocab_size"])
         net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
     return randomise(net, seed).to(model.dtype)
@@ -163,7 +163,7 @@ def knowing_net(
     generator = torch.Generator().manual_seed(seed + 1)
     spans, features = [], []
     for prompt, answer in texts:
-        states = prefilled(target, [*prompt, *answer], net.taps)
+        states = prefilled(target, [*prompt, *answer], net.aux_layers)
         # The first round starts at the prompt's last token; the last state whose next two tokens are known ends it.
         spans.append((len(prompt) - 1, len(prompt) + len(answer) - 2))
         features.append(states)

@@ -11,7 +11,7 @@ last line is JSON. With --strict true a finding that stops or costs ends the com
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
@@ -114,7 +114,7 @@ def main(s: DoctorConfig) -> None:
         findings=findings,
         stops_or_costs=sum(finding.severity != "note" for finding in findings),
     )
-    line = json.dumps(asdict(report) | to_json(provenance.collect()))
+    line = json.dumps(to_json(report) | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

@@ -10,10 +10,9 @@ arXiv 2406.08464). Killed or stopped, the same command goes on, and writes the s
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,7 +20,7 @@ if not __package__:
 from rich.console import Console
 
 from decode.common import run_dir
-from decode.common.chat_template import encode_prompt
+from decode.common.chat_template import Messages, encode_prompt
 from decode.common.command import run_command
 from decode.common.damage import read_log
 from decode.common.disk_errors import naming
@@ -72,12 +71,29 @@ class WritePromptsConfig(RunSettings, TargetSettings):
     """Go on in `out` although another target (other weights, another dtype) wrote the prompts that are there."""
 
 
-def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
-    """(ids up to where the user's words begin, the id that ends the user's turn).
+class UserTurn(NamedTuple):
+    """What stands around the words of a user."""
 
-    UserError if the tokenizer has no chat template, or one that begins a user's turn with nothing or ends it with plain
-    text.
-    """
+    beginning: list[int]
+    """Ids up to where they begin."""
+    end: int
+    """The id that ends the turn."""
+
+
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """A line of the log."""
+
+    number: int
+    finish_reason: str
+    text: str
+    target: ModelFingerprint = ModelFingerprint()
+    """What wrote it; earlier versions named none."""
+
+
+def user_turn(tokenizer: Any, system: str) -> UserTurn:
+    """UserError if the tokenizer has no chat template, or one that begins a user's turn with nothing or ends it with
+    plain text."""
     if tokenizer.chat_template is None:
         raise UserError(
             "the target's tokenizer has no chat template: use an instruction-tuned target"
@@ -97,21 +113,22 @@ def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
         raise UserError(
             "the target's chat template puts nothing before the user's words: write prompts with another model"
         )
-    return beginning, ending[0]
+    return UserTurn(beginning, ending[0])
 
 
-def user_turns(s: WritePromptsConfig, target: Target) -> list[tuple[list[int], int]]:
+def user_turns(s: WritePromptsConfig, target: Target) -> list[UserTurn]:
     """`user_turn` of each system message. UserError for one that leaves no room in the target's context."""
     turns = []
     for number, system in enumerate(s.systems):
-        ids, end = user_turn(target.tokenizer, system)
+        turn = user_turn(target.tokenizer, system)
+        ids = turn.beginning
         check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
         if len(ids) >= target.runner.context:
             raise UserError(
                 f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "
                 f"{target.runner.context}: shorten it"
             )
-        turns.append((ids, end))
+        turns.append(turn)
     return turns
 
 
@@ -121,19 +138,12 @@ def prompt_id(s: WritePromptsConfig, number: int) -> str:
 
 
 def write_prompts(
-    s: WritePromptsConfig,
-    target: Target,
-    turns: Sequence[tuple[list[int], int]],
-    todo: Sequence[int],
-    log: Path,
+    s: WritePromptsConfig, target: Target, turns: list[UserTurn], todo: list[int], log: Path
 ) -> None:
-    """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished.
-
-    `turns` are those of `user_turns`.
-    """
+    """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished."""
     if not todo:
         return
-    target = replace(target, eos=target.eos | {end for _, end in turns})
+    target = replace(target, eos=target.eos | {turn.end for turn in turns})
     written: dict[int, list[int]] = {}
     tokens, start = 0, time.perf_counter()
     with log.open("a", encoding="utf-8") as file, progress_bars(fields=("speed",)) as bars:
@@ -141,7 +151,7 @@ def write_prompts(
         for record in speculate(
             target,
             None,
-            [turns[number % len(turns)][0] for number in todo],
+            [turns[number % len(turns)].beginning for number in todo],
             k=1,
             rows=s.batch_size,
             sampling=s.sampling,
@@ -156,44 +166,42 @@ def write_prompts(
             del written[record.prompt]
             number = todo[record.prompt]
             text = target.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            entry = {
-                "number": number,
-                "finish_reason": record.finished,
-                "text": text,
-                "target": to_json(target.identity),
-            }
+            entry = WrittenPrompt(number, record.finished, text, target.identity)
             with naming(log):
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps(to_json(entry)) + "\n")
                 file.flush()
             bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
             bars.advance(bar)
 
 
-def whole_prompts(s: WritePromptsConfig, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The prompts that ended by themselves, in the order of their numbers, without empty and repeated ones.
+def read_written(log: Path) -> list[WrittenPrompt]:
+    fields = {"number": int, "finish_reason": str, "text": str}
+    entries = read_log(log, fields, "they are written again")
+    return [from_json(WrittenPrompt, entry) for entry in entries]
+
+
+def whole_prompts(s: WritePromptsConfig, written: list[WrittenPrompt]) -> dict[str, Messages]:
+    """{id: chat} of prompts that ended by themselves, in the order of their numbers, without empty and repeated ones.
 
     Of entries with the same number the first one counts, and of entries with other numbers than the run's none.
     """
-    seen, prompts = {""}, []
-    by_number = {entry["number"]: entry for entry in reversed(entries)}
+    seen, prompts = {""}, {}
+    by_number = {entry.number: entry for entry in reversed(written)}
     for number in sorted(n for n in by_number if 0 <= n < s.count):
-        entry, text = by_number[number], by_number[number]["text"]
-        if entry["finish_reason"] != "eos" or text in seen:
+        entry = by_number[number]
+        if entry.finish_reason != "eos" or entry.text in seen:
             continue
-        seen.add(text)
+        seen.add(entry.text)
         system = s.systems[number % len(s.systems)]
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
-        prompts.append({"id": prompt_id(s, number), "messages": messages})
+        prompts[prompt_id(s, number)] = [*messages, {"role": "user", "content": entry.text}]
     return prompts
 
 
-def check_same_target(
-    s: WritePromptsConfig, target: Target, written: Sequence[dict[str, Any]]
-) -> None:
-    """UserError if another target wrote some of the prompts, unless `allow_changed`; earlier versions named none."""
-    for then in {json.dumps(entry.get("target", {})) for entry in written}:
-        found = difference(from_json(ModelFingerprint, json.loads(then)), target.identity)
+def check_same_target(s: WritePromptsConfig, target: Target, written: list[WrittenPrompt]) -> None:
+    """UserError if another target wrote some of the prompts, unless `allow_changed`."""
+    for then in {entry.target for entry in written}:
+        found = difference(then, target.identity)
         if found:
             what = f"another target wrote prompts in {s.out} ({found})"
             run_dir.refuse_change(what, s.allow_changed)
@@ -206,21 +214,19 @@ def main(s: WritePromptsConfig) -> None:
     turns = user_turns(s, target)
     out = Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, [s.target]):
-        consequence = "they are written again"
-        fields = {"number": int, "finish_reason": str, "text": str}
-        written = read_log(out / LOG_FILE, fields, consequence)
+        written = read_written(out / LOG_FILE)
         check_same_target(s, target, written)
-        done = {entry["number"] for entry in written}
+        done = {entry.number for entry in written}
         todo = [number for number in range(s.count) if number not in done]
         write_prompts(s, target, turns, todo, out / LOG_FILE)
-        prompts = whole_prompts(s, read_log(out / LOG_FILE, fields, consequence))
+        prompts = whole_prompts(s, read_written(out / LOG_FILE))
         if not prompts:
             raise UserError(
                 f"each of the {s.count} prompts is empty or was cut off: raise --max_new_tokens and add --overwrite "
                 "true, or write prompts with another model"
             )
-        lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
-        write_atomically(out / PROMPT_FILE, lines)
+        rows = ({"id": name, "messages": chat} for name, chat in prompts.items())
+        write_atomically(out / PROMPT_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     Console(stderr=True).print(
         f"{len(prompts)} prompts, {s.count - len(prompts)} of {s.count} dropped as cut off, empty or repeated: "
         f"{out / PROMPT_FILE}"

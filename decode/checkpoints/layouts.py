@@ -1,12 +1,13 @@
-"""Draft checkpoints as this project writes them: config.json and tensor names that serving engines read.
+"""How drafts are stored: what a layout is, and how files of any layout are written, read, checked and loaded.
 
-EAGLE-3 has the flat layout whose config.json works in vLLM and SGLang, EAGLE-1 the layout of its authors, Medusa the
-one that vLLM loads up to 0.32. No engine reads exit adapters. Parameters of our modules have the names of the tensors
-in the files, except EAGLE-3's `midlayer.`. decode/checkpoints/importers.py reads checkpoints.
+The layouts are those of eagle_layouts.py, block_layouts.py and head_layouts.py; importers.py has them by family.
+Parameters of our modules have the names of the tensors in the files, except EAGLE-3's `midlayer.`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,192 +17,110 @@ from safetensors.torch import save_file
 from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
-from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 VOCAB_MAPS = ("d2t", "t2d")
 """Tensors that map a reduced vocabulary to the target's: offsets of draft ids [Vd], and a mask [V]."""
-NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Norms that variants of EAGLE-3 add, by their names in config.json; EAGLE-3 itself has none of them."""
-
-
 AUX_LAYER_FIELDS = (
     "eagle_aux_hidden_state_layer_ids",
     "num_aux_hidden_states",
     "eagle_config",
 )
 """The fields of config.json that `aux_layer_fields` writes."""
+UNREAD = ("rotary_emb.", "verifier_")
+"""Parts of names of tensors that no draft needs: buffers that can be computed, and copies that only a loss reads."""
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+Names = tuple[tuple[str, str], ...]
+"""(pattern of a name, the name in our modules)."""
 
 
-def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
-    """config.json of Medusa heads for a target with this text config and `vocab` logits."""
-    return {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": target.hidden_size,
-        "vocab_size": vocab,
-        "num_heads": heads,
-        "num_hidden_layers": layers,
-        "truncated_vocab_size": vocab,
-        "medusa_fc_bias": True,  # without it vLLM drops the biases
-        "original_lm_head": False,
-        "max_paths": 64,
-        "topk": 10,
-    }
+class HeadConfig(dict[str, Any]):
+    """config.json of a draft."""
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A setting, or the default where it is absent or null."""
+        found = self.get(key)
+        return default if found is None else found
+
+    @property
+    def lacks_sizes(self) -> bool:
+        """Whether a size is not set without which no shape of a layer is known."""
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        return any(self.get(size) is None for size in sizes)
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.value("head_dim", self["hidden_size"] // self["num_attention_heads"]))
 
 
-def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
-    """The part of config.json that EAGLE-1 and -3 share: a Llama layer with the heads, norms and RoPE of its target.
+ReadFiles = tuple[HeadConfig, Tensors]
+"""config.json and tensors by the names of our modules."""
 
-    `width` is the draft's hidden size (0: the target's). In a narrower draft attention heads keep their size and there
-    are fewer of them.
-    """
-    fields, hidden = target.to_dict(), target.hidden_size
-    width = width or hidden
-    size = fields.get("head_dim") or hidden // target.num_attention_heads
-    ratio = target.num_attention_heads // (
-        fields.get("num_key_value_heads") or target.num_attention_heads
+
+@dataclass(frozen=True)
+class Layout:
+    """How the drafts of one family are stored, by us and by others."""
+
+    family: str
+    known_by: str
+    """A pattern of names of tensors; the first layout in importers.LAYOUTS that knows one of a file is the file's."""
+    read: Callable[[HeadConfig, Tensors], ReadFiles]
+    """Settings and tensors, of any project, as this one writes them. UserError for what our modules do not compute."""
+    shapes: Callable[[HeadConfig], Shapes] | None = None
+    """Every tensor that config.json implies; {} if it lacks a size. None: no shape is known without the target."""
+    shared: Callable[[HeadConfig], set[str]] = lambda config: set()
+    """Those of them that are taken from the target where the files lack them."""
+    aliases: Names = ()
+    """Other names of tensors that engines read."""
+    foreign: Names = ()
+    """Other names that are read here alone."""
+    default_layers: int | None = None
+    """Layers of the target whose states are read where config.json names none; 0: it has to; None: it reads none."""
+
+    def name(self, name: str, names: Names | None = None) -> str:
+        """The name in our modules of a tensor in a file; `names`: these instead of `aliases`."""
+        for pattern, own in self.aliases if names is None else names:
+            name = re.sub(pattern, own, name)
+        return name
+
+
+def llama_layer(config: HeadConfig, width: int) -> Shapes:
+    """The tensors of a Llama layer whose attention reads states of size `width`."""
+    hidden, inner, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
-    max_heads = max(1, target.num_attention_heads * width // hidden)
-    # In Llama the number of heads must divide the width, and the number of K/V heads that of heads.
-    heads = next(n for n in range(max_heads, 0, -1) if width % n == n % max(1, n // ratio) == 0)
-    inner = fields.get("intermediate_size") or 4 * hidden
-    # The draft's one layer has full attention, so it gets the RoPE of the target's such layers (Gemma has two RoPEs).
-    ropes = vars(target).get("rope_parameters") or {}
-    rope = dict(ropes.get("full_attention") or (rope_configs(target) or [{}])[0])
-    rope = {"rope_type": rope.get("rope_type", "default"), **rope}
-    for name in ("mrope_section", "mrope_interleaved"):  # the draft counts tokens, image or text
-        rope.pop(name, None)
-    rope.setdefault("rope_theta", 10000.0)
-    part = rope.pop("partial_rotary_factor", None) or 1.0  # the draft rotates whole heads
-    if part != 1.0 and "short_factor" in rope:  # longrope with factors for that part only
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    queries = heads * config.head_dim
+    keys = config.value("num_key_value_heads", heads) * config.head_dim
     return {
-        "model_type": "llama",
-        "hidden_size": width,
-        "target_hidden_size": hidden,
-        "intermediate_size": max(1, inner * width // hidden),
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // ratio),
-        "head_dim": size,
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.get("rms_norm_eps") or 1e-5,
-        "max_position_embeddings": target.max_position_embeddings,
-        "vocab_size": vocab,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": fields.get("bos_token_id"),
-        "eos_token_id": fields.get("eos_token_id"),
-        "pad_token_id": fields.get("pad_token_id"),
-        # Newer versions of engines read the first, older ones the other two.
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
 
 
-def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
-    """config.json of an EAGLE-1 draft, whose hidden size is that of its target."""
-    # SGLang takes the first; vLLM puts Eagle before each and then knows the second.
-    names = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
-    return eagle_config(target, vocab) | {"architectures": names, "bias": False}
+def reduced_vocabulary(config: HeadConfig) -> Shapes:
+    """The maps of a draft that has fewer tokens than its target."""
+    size, vocab = config.value("draft_vocab_size", config["vocab_size"]), config["vocab_size"]
+    return {} if size == vocab else {"d2t": (size,), "t2d": (vocab,)}
 
 
-def eagle3_config(
-    target: Any,
-    vocab: int,
-    draft_vocab: int,
-    layers: tuple[int, ...],
-    width: int = 0,
-    norms: Sequence[str] = (),
-) -> dict[str, Any]:
-    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids).
-
-    `norms` are those of NORM_FLAGS that it has.
-    """
-    config = eagle_config(target, vocab, width) | {
-        "architectures": [EAGLE3_ARCHITECTURE],
-        "draft_vocab_size": draft_vocab,
-        # Engines have different defaults for them.
-        **{name: name in norms for name in NORM_FLAGS},
-    }
-    default = target.num_hidden_layers >= 7 and layers == default_aux_layers(
-        target.num_hidden_layers
-    )
-    return config if default else config | aux_layer_fields(layers)
-
-
-def peagle_config(eagle3: Mapping[str, Any], mask_token: int) -> dict[str, Any]:
-    """config.json of a P-EAGLE draft, from that of EAGLE-3 with the same taps and sizes."""
-    return {**eagle3, "mask_token_id": mask_token}
-
-
-def dflash_config(
-    target: Any,
-    vocab: int,
-    draft_vocab: int,
-    layers: Sequence[int],
-    depth: int,
-    block_size: int,
-    mask_token: int,
-    markov_rank: int = 0,
-) -> dict[str, Any]:
-    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
-
-    With `markov_rank` it is DSpark. Causality is written out: vLLM takes layers for causal where a config is silent.
-    """
-    config = eagle_config(target, vocab) | {
-        "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": depth,
-        "num_target_layers": target.num_hidden_layers,
-        "draft_vocab_size": draft_vocab,
-        "block_size": block_size,
-        "dflash_config": {
-            "mask_token_id": mask_token,
-            "target_layer_ids": list(capture_to_output(layers)),
-            "causal": False,
-        },
-        "eagle_aux_hidden_state_layer_ids": list(layers),
-    }
-    if not markov_rank:
-        return config
-    return config | {
-        "markov_rank": markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": True,
-    }
-
-
-def exit_config(
-    target: Any, vocab: int, draft_vocab: int, layer: int, width: int
-) -> dict[str, Any]:
-    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id).
-
-    No engine reads it: they have no early exit.
-    """
-    return {
-        "model_type": "layerskip",
-        "architectures": ["ExitAdapter"],
-        "hidden_size": target.hidden_size,
-        "vocab_size": vocab,
-        "draft_vocab_size": draft_vocab,
-        "num_target_layers": target.num_hidden_layers,
-        "exit_layer": layer,
-        "exit_width": width,
-    }
+# ---- the layers of the target whose states a draft reads ----
 
 
 def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
     """Fields of config.json for the layers (capture ids) whose states the draft reads; none for the default (None)."""
     if not layers:
         return {}
-    # vLLM reads the first (states entering a layer), SGLang `eagle_config` (states leaving one).
+    # Engines read the first (states entering a layer) or `eagle_config` (states leaving one).
     fields: dict[str, Any] = {
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "num_aux_hidden_states": len(layers),
@@ -217,7 +136,7 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
 def default_aux_layers(count: int) -> tuple[int, int, int]:
     """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids.
 
-    Capture id i is the state entering layer i: `hidden_states[i]` of transformers. vLLM and the EAGLE-3 paper use it.
+    Capture id i is the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper.
     UserError for a target with fewer than 7 layers.
     """
     low, middle, high = 2, count // 2, count - 3
@@ -249,14 +168,7 @@ def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(i + 1 for i in ids)
 
 
-def saved_norms(config: Mapping[str, Any]) -> list[str]:
-    """The names of NORM_FLAGS that this config.json sets."""
-    return [name for name in NORM_FLAGS if config.get(name)]
-
-
-def aux_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Capture ids of the states that a saved EAGLE-3 draft reads, for a target with `count` layers."""
-    return tuple(config.get("eagle_aux_hidden_state_layer_ids") or default_aux_layers(count))
+# ---- files ----
 
 
 def save_heads(
@@ -283,7 +195,7 @@ def save_heads(
 def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of EAGLE-3 with its authors' name `midlayer.` for `layers.0.`, which all versions of all engines read.
 
-    vLLM and TensorRT-LLM read `layers.0.` as well; older versions of SGLang silently drop such tensors.
+    Older versions of SGLang silently drop tensors named `layers.0.`.
     """
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 
@@ -302,15 +214,15 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def read_config(path: str) -> dict[str, Any]:
+def read_config(path: str) -> HeadConfig:
     """config.json of the draft in the folder `path`. UserError when it cannot be read."""
     try:
-        return read_json_object(Path(path) / "config.json", "the config of a draft")
+        return HeadConfig(read_json_object(Path(path) / "config.json", "the config of a draft"))
     except UserError as error:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
 
 
-def check_config(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_config(path: str, config: HeadConfig, wanted: Mapping[str, Any]) -> None:
     """UserError that names the first setting of `config` that is not as `wanted` for the target."""
     for key, value in wanted.items():
         if config.get(key) != value:
@@ -328,7 +240,7 @@ def check_family(path: str, found: str, wanted: str) -> None:
 
 
 def draft_to_target_ids(
-    path: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    path: str, config: HeadConfig, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
     """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary.
 

@@ -96,7 +96,8 @@ def open_run(
                 check_inputs_outside(path, reads)
                 check_no_foreign_file(path, writes, command)
             else:
-                resumes = _continues(path, settings)
+                _check_same_settings(path, settings)
+                resumes = True
         text = f"{HEADER}{command}\n{to_yaml(settings)}"
         earlier, before = (path / RUN_FILE).read_bytes() if resumes else b"", _times(path)
         if settings.overwrite and not resumes and (path / RUN_FILE).is_file():
@@ -271,8 +272,8 @@ def _written_by(run_file: Path, settings: Any, command: str) -> str:
     return command if 3 * len(found & known) > 2 * len(found | known) else "another command"
 
 
-def _continues(path: Path, settings: Any) -> bool:
-    """True. UserError if the settings of the earlier run differ and `settings.resume` is not set."""
+def _check_same_settings(path: Path, settings: Any) -> None:
+    """UserError if the settings of the earlier run differ and `settings.resume` is not set."""
     asked = to_dict(settings)
     differing = _differing_settings(path / RUN_FILE, settings)
     if differing and not asked.get("resume", False):
@@ -281,7 +282,6 @@ def _continues(path: Path, settings: Any) -> bool:
             f"{path} belongs to another run (different: {', '.join(differing)}): {advice}"
             "--overwrite true replaces it, --out names another folder"
         )
-    return True
 
 
 def _differing_settings(run_file: Path, settings: Any) -> list[str]:

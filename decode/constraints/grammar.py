@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError, first_line
 from decode.common.files import read_text
@@ -23,10 +24,10 @@ class Matcher:
     """
 
     def copy(self) -> "Matcher":
-        """Another matcher at the same place, which later changes of this one do not move."""
+        """Another matcher at the same position, which later changes of this one do not move."""
         raise NotImplementedError
 
-    def allowed(self) -> torch.Tensor:
+    def allowed(self) -> Tensor:
         """[V] bool on the CPU: the tokens that may come next; none where no token of the vocabulary fits."""
         raise NotImplementedError
 
@@ -35,7 +36,6 @@ class Matcher:
         raise NotImplementedError
 
     def rollback(self, count: int) -> None:
-        """Moves back by `count` tokens."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class LLGuidanceMatcher(Matcher):
     def copy(self) -> "LLGuidanceMatcher":
         return LLGuidanceMatcher(self.matcher.deep_copy(), self.vocab_size)
 
-    def allowed(self) -> torch.Tensor:
+    def allowed(self) -> Tensor:
         """UserError if the grammar got too complex for llguidance's limits."""
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -116,7 +116,6 @@ def build_matcher(config: ConstraintConfig, target: Target) -> Matcher | None:
 
 
 def is_constrained(config: ConstraintConfig) -> bool:
-    """Whether the settings name a grammar."""
     return any(vars(config).values())
 
 

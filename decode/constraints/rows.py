@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.constraints.grammar import Matcher
@@ -21,7 +22,7 @@ Path = tuple[int, ...]
 class AllowedTokens:
     """The tokens that may come next."""
 
-    mask: torch.Tensor
+    mask: Tensor
     """[V] bool on the CPU; at least one is True."""
     only: int | None
     """The token, if it is the only one: it has p = 1 whatever the target says, so a draft of it cannot fail."""
@@ -30,7 +31,7 @@ class AllowedTokens:
 class RowConstraints:
     """A matcher for each row of a batch, or none for a row without a grammar, which may go on with any token.
 
-    Behind EOS, behind a place without a draft and behind a token that the grammar forbids any token is allowed too:
+    Behind EOS, behind a position without a draft and behind a token that the grammar forbids any token is allowed too:
     what is verified there is never kept.
     """
 
@@ -42,7 +43,7 @@ class RowConstraints:
         self.kept: list[dict[Path, AllowedTokens]] = [{} for _ in range(rows)]
 
     def start(self, row: int, matcher: Matcher | None) -> None:
-        """The row gets a new text, constrained from the place of `matcher`. UserError if no token can come first."""
+        """The row gets a new text, constrained from the position of `matcher`. UserError if no token can come first."""
         self.matchers[row] = None if matcher is None else matcher.copy()
         self.running[row], self.kept[row] = True, {}
         if matcher is not None and not bool(matcher.allowed().any()):
@@ -51,7 +52,6 @@ class RowConstraints:
             )
 
     def stop(self, row: int) -> None:
-        """The row's text has ended."""
         self.matchers[row], self.running[row] = None, False
 
     def allowed(self, row: int, path: Path = ()) -> AllowedTokens:
@@ -73,13 +73,13 @@ class RowConstraints:
             return self.anything
         return AllowedTokens(mask, int(mask.nonzero()[0, 0]) if count == 1 else None)
 
-    def masks(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+    def masks(self, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
         """[n, V] bool on the CPU: what may follow each of the paths in its row."""
         return torch.stack(
             [self.allowed(row, tuple(path)).mask for row, path in zip(rows, paths, strict=True)]
         )
 
-    def masks_along(self, tokens: torch.Tensor) -> torch.Tensor:
+    def masks_along(self, tokens: Tensor) -> Tensor:
         """[B, N + 1, V] bool, for chains [B, N]: what may follow the committed text and each drafted token."""
         found = []
         for row, chain in enumerate(tokens.tolist()):
@@ -87,7 +87,7 @@ class RowConstraints:
             found.append(self.masks([row] * len(paths), paths))
         return torch.stack(found).to(tokens.device)
 
-    def restrict(self, logits: torch.Tensor, drafted: Sequence[torch.Tensor]) -> torch.Tensor:
+    def restrict(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         """A draft's logits [B, V] after the chains `drafted`, a tensor [B] for each token: -inf for what is forbidden.
 
         Where the draft gives no allowed token any probability, the first of them gets all of it.
@@ -117,10 +117,11 @@ class RowConstraints:
                 return False
         return True
 
-    def forced_places(self, row: int, chain: Sequence[int]) -> list[bool]:
+    def forced_positions(self, row: int, chain: Sequence[int]) -> list[bool]:
         """Of each token of a drafted chain, whether it was the only one allowed. To be asked before `commit`."""
         return [
-            self.allowed(row, tuple(chain[:place])).only is not None for place in range(len(chain))
+            self.allowed(row, tuple(chain[:position])).only is not None
+            for position in range(len(chain))
         ]
 
     def commit(self, row: int, tokens: list[int]) -> tuple[list[int], bool]:

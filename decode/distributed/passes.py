@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from decode.common.command import DeferredStop
@@ -53,7 +54,7 @@ class FollowedModel:
         number: int | None,
         slots: dict[str, Any] | None,
         alive: list[int],
-        documents: torch.Tensor | None,
+        documents: Tensor | None,
     ) -> None:
         """Runs the layers as the leader does; `number` is its cache, and only those in `alive` are still needed."""
         self.caches = {name: cache for name, cache in self.caches.items() if name in alive}
@@ -75,11 +76,11 @@ class FollowedModel:
         number: int,
         rows: int,
         size: int,
-        shown: int,
-        base: torch.Tensor,
+        visible: int,
+        base: Tensor,
         count: int,
-        row: torch.Tensor | None,
-        nodes: list[torch.Tensor] | None,
+        row: Tensor | None,
+        nodes: list[Tensor] | None,
         is_prefill: bool,
     ) -> StaticKVCache:
         """The cache, ready for a pass with these slots; the arguments are those of `leader.slot_arguments`."""
@@ -89,14 +90,14 @@ class FollowedModel:
         cache: StaticKVCache = self.caches[number]
         if cache.slots.size < size:
             cache.reserve(size)
-        cache.slots.show(shown)
+        cache.slots.limit_to(visible)
         base, row, nodes = to_device((base, row, nodes), self.device)
         tree = None if nodes is None else TreeNodes(*nodes)
         cache.slots.set_positions(base, count, row=row, nodes=tree, is_prefill=is_prefill)
         return cache
 
     @torch.inference_mode()
-    def compact(self, number: int, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact(self, number: int, base: Tensor, path: Tensor) -> None:
         """Moves the K/V of an accepted path to the front, as the leader does."""
         self.caches[number].compact_path(base.to(self.device), path.to(self.device))
 
@@ -134,7 +135,7 @@ def follow(load: LoadModel) -> None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """`value`, nested in tuples, lists and dictionaries as it is, with all tensors on `device`."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.detach().to(device)
     if isinstance(value, dict):
         return {key: to_device(inner, device) for key, inner in value.items()}
@@ -160,9 +161,8 @@ def lead(run: Callable[[], None], load: LoadModel) -> None:
     try:
         with tensor_parallel.alone():
             run()
-    except (
-        Exception
-    ):  # a signal may come in the middle of a pass; then the launcher ends the others
+    # A signal may come in the middle of a pass; then the launcher ends the others
+    except Exception:
         send_end()
         raise
     send_end()
@@ -207,9 +207,8 @@ class PassSender:
         inputs = dict(kwargs)
         cache: Cache | None = inputs.pop(self.cache_name, None)
         if cache is None and inputs.get("use_cache") is not False:
-            cache = DynamicCache(
-                config=self.config
-            )  # or the layers would make one without a number
+            # Or the layers would make one without a number
+            cache = DynamicCache(config=self.config)
         number = None if cache is None else self.cache_number(cache)
         slots = slot_arguments(cache) if isinstance(cache, StaticKVCache) else None
         mask = attention.current_forward().mask
@@ -244,7 +243,7 @@ class LeadingRunner(ModelRunner):
         super().prepare_model()
         send(("prepare", self.sender.number))
 
-    def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact_kv_cache(self, base: Tensor, path: Tensor) -> None:
         """As of any runner; the followers do the same in their parts of the K/V cache."""
         cache = self.sender.cache_number(self.cache)
         send(("compact", self.sender.number, cache, base.cpu(), path.cpu()))
@@ -257,7 +256,7 @@ def slot_arguments(cache: StaticKVCache) -> dict[str, Any]:
     return {
         "rows": slots.rows,
         "size": slots.size,
-        "shown": len(slots.slot),
+        "visible": len(slots.slot),
         "base": slots.base.cpu(),
         "count": slots.write_slots.shape[1],
         "row": to_device(slots.row, CPU),

@@ -229,9 +229,8 @@ def load_part(name: str, what: str, dtype: str, revision: str | None) -> Any:
     """This process's part of a causal LM; all processes of the launch must call it."""
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     model = loading.load_model(name, what, device, dtype, revision, place=load_sharded)
-    vars(model.config).pop(
-        "distributed_config", None
-    )  # it says nothing about drafts made like the target
+    # It says nothing about drafts made like the target
+    vars(model.config).pop("distributed_config", None)
     return model
 
 

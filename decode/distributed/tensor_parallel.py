@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from decode.common.errors import UserError
 
-WHOLE = "replicated_with_grad_allreduce"
+REPLICATED = "replicated_with_grad_allreduce"
 """transformers' name for weights that each process has whole."""
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What a launcher sets for each of several processes."""
@@ -114,7 +114,7 @@ def load_sharded(
     UserError for an architecture without a plan, and for heads that cannot be shared out evenly.
     """
     size = dist.get_world_size()
-    plan = whole_ends_plan(config, what, size)
+    plan = replicated_ends_plan(config, what, size)
     result: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
@@ -125,7 +125,7 @@ def load_sharded(
     return result
 
 
-def whole_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
+def replicated_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
     """transformers' plan for the architecture, {module: style}, with embedding and LM head whole on each process.
 
     UserError for an architecture without a plan, and for heads that `size` does not divide.
@@ -149,4 +149,4 @@ def whole_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
         )
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    return plan | dict.fromkeys(names, WHOLE)
+    return plan | dict.fromkeys(names, REPLICATED)

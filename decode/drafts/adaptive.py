@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.ranges import Share, above, check_ranges
@@ -173,7 +174,7 @@ class AdaptiveDraft(DraftWrapper):
         self.on_host = self.may_be_empty = True
         self.context = None  # its chains end at that of `inner`, where K counts as what was drafted
         self.plans_rounds = config.by == "acceptance" and not inner.on_host
-        self.limit: torch.Tensor | None = None
+        self.limit: Tensor | None = None
         """[B] tokens of each row's chain in the running round at most, on the device; it stays where it is."""
         self.times: dict[int, RoundTimes] = {}
         """By number of rows; kept from batch to batch."""
@@ -200,11 +201,7 @@ class AdaptiveDraft(DraftWrapper):
         self.inner.begin_batch(replace(request, stop=self.stop))
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         for at in row.tolist():
             self.rows[at], self.drafted[at], self.length[at] = RunningAcceptance(), 0, 0
@@ -219,11 +216,11 @@ class AdaptiveDraft(DraftWrapper):
         self.length[row] += len(tokens)
         self.inner.on_commit(row, tokens)
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         own = [] if self.limit is None else [self.limit]
         return [*self.inner.state_tensors(), *own]
 
-    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         self.planned = True
         self._choose(k, length.device)
         if self.longest > 0:
@@ -232,7 +229,7 @@ class AdaptiveDraft(DraftWrapper):
             self.inner.skip(history, length, 0)
         return self.longest
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """As many columns as the longest chain has tokens."""
         if self.planned:
             # Python runs while a round is captured, which takes longer than its replays.
@@ -250,8 +247,8 @@ class AdaptiveDraft(DraftWrapper):
         if proposal.tree is not None:
             raise UserError(f"draft {self.name!r} drafts trees, whose length cannot be adapted")
         assert self.limit is not None
-        place = torch.arange(proposal.tokens.shape[1], device=length.device)
-        tokens = torch.where(place < self.limit[:, None], proposal.tokens, NO_DRAFT)
+        position = torch.arange(proposal.tokens.shape[1], device=length.device)
+        tokens = torch.where(position < self.limit[:, None], proposal.tokens, NO_DRAFT)
         if not self.planned:
             self.drafted = (tokens != NO_DRAFT).sum(1).tolist()
         return replace(proposal, tokens=tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
@@ -66,7 +67,7 @@ class DraftContext:
 class TokenTree:
     """The shape of a token tree. Node 0 is the last committed token, node i + 1 is tokens[:, i] of its Proposal."""
 
-    parents: torch.Tensor  # [N] or [B, N] each drafted node's parent, whose number is lower
+    parents: Tensor  # [N] or [B, N] each drafted node's parent, whose number is lower
     nodes: TreeNodes  # all N + 1 nodes, as the target verifies them
     levels: int  # length of the longest path that can be accepted
 
@@ -80,33 +81,27 @@ class Proposal:
     were not drawn (most probable ones, matches).
     """
 
-    tokens: torch.Tensor  # [B, N]
-    q: torch.Tensor | None
+    tokens: Tensor  # [B, N]
+    q: Tensor | None
     tree: TokenTree | None = None
-    finite: torch.Tensor | None = None
+    finite: Tensor | None = None
     """[B] bool: the draft's logits were numbers; None: it has none. NaN would be accepted as any token."""
-    allowed: torch.Tensor | None = None
+    allowed: Tensor | None = None
     """[B, N + 1, V] bool, given by the engine for chains: the tokens that the rows' grammars allow after the committed
     text and after each drafted token. None: all tokens."""
 
 
-def node_depths(proposal: Proposal) -> torch.Tensor:
-    """[1|B, N + 1] depth of each node, the root's being 0."""
-    if proposal.tree is not None:
-        return proposal.tree.nodes.depth
-    return torch.arange(proposal.tokens.shape[1] + 1, device=proposal.tokens.device)[None]
-
-
-def cut_proposal(proposal: Proposal, room: torch.Tensor) -> Proposal:
+def cut_proposal(proposal: Proposal, room: Tensor) -> Proposal:
     """The proposal with NO_DRAFT for tokens that are deeper than the `room` [B] of their row."""
-    depth = node_depths(proposal)[..., 1:]
+    if proposal.tree is None:
+        depth = torch.arange(1, proposal.tokens.shape[1] + 1, device=room.device)[None]
+    else:
+        depth = proposal.tree.nodes.depth[..., 1:]
     tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
     return replace(proposal, tokens=tokens)
 
 
-def propose_within_context(
-    draft: "Draft", history: torch.Tensor, length: torch.Tensor, k: int
-) -> Proposal:
+def propose_within_context(draft: "Draft", history: Tensor, length: Tensor, k: int) -> Proposal:
     """What the draft proposes, with NO_DRAFT for tokens beyond its own context."""
     proposal = draft.propose(history, length, k)
     return proposal if draft.context is None else cut_proposal(proposal, draft.context - length)
@@ -135,7 +130,7 @@ class Draft:
     """What it decides on the host it decides in `plan_round`, so that its rounds can be captured although `on_host`."""
     may_be_empty: bool = False
     """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
-    taps: HiddenStateSpec | None = None
+    aux_layers: HiddenStateSpec | None = None
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
     eager_only: bool = False
     """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
@@ -148,7 +143,7 @@ class Draft:
     context: int | None = None
     """Tokens that its model can read, drafted ones included: nothing is drafted beyond them. None: it has no limit of
     its own, and the engine's is the target's."""
-    vocab_ids: torch.Tensor | None = None
+    vocab_ids: Tensor | None = None
     """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 
     def max_slots(self, k: int) -> int:
@@ -166,7 +161,7 @@ class Draft:
         """Its KV caches. The `slots` of one are a new object whenever it was allocated anew or enlarged."""
         return []
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         """The tensors that a round changes in place and that a later round reads as they are.
 
         A CUDA graph puts them back after the rounds that warm it up, which the text never sees. KV buffers are not
@@ -175,15 +170,11 @@ class Draft:
         return []
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         """Rows `row` [b] get new prompts [b, W], right-padded, of `length` [b].
 
-        `features` [b, W, F] are the target's hidden states that `taps` names; None without taps.
+        `features` [b, W, F] are the target's hidden states that `aux_layers` names; None without aux_layers.
         """
 
     def reserve(self, size: int) -> None:
@@ -192,18 +183,18 @@ class Draft:
     def on_commit(self, row: int, tokens: list[int]) -> None:
         """These ids were committed to the row, as read on the host: first prompt and first token, then each round's."""
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the hidden states of
         the token before each of them (the root and the accepted drafts). 0 for rows that do not change.
 
-        Only called for a draft with `taps`. It runs on the device, inside a round.
+        Only called for a draft with `aux_layers`. It runs on the device, inside a round.
         """
 
     def state_reader(self) -> "Draft":
         """The draft whose `update_hidden_states` is called for this one. Compiled code is specific to its class."""
         return self
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S].
 
         k may be smaller than that of `begin_batch` for chains, which may have fewer columns than k if the draft is
@@ -211,14 +202,14 @@ class Draft:
         """
         raise NotImplementedError
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         """Takes the place of `propose` in a round whose tokens, up to k, come from elsewhere or are not drafted at all:
         later proposals are those that the text gives, as if the draft had been asked.
 
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
 
-    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         """Runs before each round that a CUDA graph may replay, of a draft that `plans_rounds`. Returns the most tokens,
         up to k, that any row drafts in it: rounds of equal numbers are one graph.
 

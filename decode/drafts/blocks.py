@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
@@ -31,16 +32,14 @@ from decode.drafts.drafting import DraftStep, draft_tokens
 from decode.drafts.eagle import CachedHead, EagleDraft, name_layers
 from decode.drafts.eagle_model import QK_NORM_FIELDS, Eagle3Model, check_arithmetic, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.kv_cache import TreeNodes
 from decode.model.loading import DTYPES, Target, load_config
 from decode.model.runner import PREFILL_CHUNK, ModelRunner
 from decode.verification.tree import TreeShape, max_depth
 
 
-def level_step(
-    logits: torch.Tensor, correction: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> DraftStep:
+def level_step(logits: Tensor, correction: Callable[[Tensor], Tensor] | None = None) -> DraftStep:
     """The DraftStep of a block with logits [B, K, V] at its K levels; its first call gives those of level 1.
 
     `correction` maps tokens [B, T] to what is added to the logits of their successors. q is then the corrected
@@ -49,9 +48,7 @@ def level_step(
     """
     level = 0
 
-    def step(
-        tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-    ) -> torch.Tensor:
+    def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
         nonlocal level
         level += 1
         found = logits[:, level, None].expand(-1, tokens.shape[1], -1)
@@ -87,7 +84,7 @@ class PardDraft(CausalDraft):
         super().begin_batch(request)
         self.depth = max_depth(self.shape, request.k)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """A round commits up to depth + 1 tokens: as many are read, of which some were read before.
 
         Masks of the pass before lie at slots that are read again or are not visible yet.
@@ -100,12 +97,10 @@ class PardDraft(CausalDraft):
         """As many committed tokens as a round of masks has levels are read again anyway."""
         self.unread += max(0, k - self.depth)
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor, k: int) -> Tensor:
         return self._read_with_masks(history, length, 1)[:, 0]
 
-    def _read_with_masks(
-        self, history: torch.Tensor, length: torch.Tensor, depth: int
-    ) -> torch.Tensor:
+    def _read_with_masks(self, history: Tensor, length: Tensor, depth: int) -> Tensor:
         """[B, depth, V]: the logits at each level."""
         count = self.unread + self.depth + 1
         self.unread = 0
@@ -146,7 +141,7 @@ class PEagleDraft(EagleDraft):
 
     net: Eagle3Model
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         depth = max_depth(self.shape, k)
         tokens, states = self._committed_pairs(history, length)
         self.unread = k + 1
@@ -192,11 +187,7 @@ class DFlashDraft(CachedHead):
         self.block = TreeNodes(index, index, every)
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         assert features is not None
         self.state_buffer.reset_rows(row, features, length)
@@ -205,7 +196,7 @@ class DFlashDraft(CachedHead):
             base = torch.full_like(length, start)
             self._write_context(states, base, row)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         self._read_committed(history, length)
         self.unread = k + 1
         anchor = history.gather(1, length[:, None] - 1)
@@ -214,7 +205,7 @@ class DFlashDraft(CachedHead):
         slots = self.kv_cache.slots
         slots.set_positions(length - 1, size, nodes=self.block)
 
-        def attend(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.kv_cache.kv_layers[number].update(k, v)
             return attention_forward(self.net, q, keys, values, None)[0]
 
@@ -227,14 +218,12 @@ class DFlashDraft(CachedHead):
         step = level_step(base, correction)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         states = self.state_buffer.states
         self._write_context(states, length - 1 - states.shape[1])
         return states
 
-    def _write_context(
-        self, states: torch.Tensor, base: torch.Tensor, row: torch.Tensor | None = None
-    ) -> None:
+    def _write_context(self, states: Tensor, base: Tensor, row: Tensor | None = None) -> None:
         """Keys and values of the target's states [b, T, F] at the slots from `base` [b] on."""
         self.kv_cache.slots.set_positions(base, states.shape[1], row=row)
         pairs = self.net.context(states.to(self.dtype), self._positions())
@@ -254,10 +243,10 @@ def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDra
     wanted = {"vocab_size": runner.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}
     layouts.check_config(path, config, wanted)
     check_mask_token(path, config["dflash_config"]["mask_token_id"], target)
-    taps = HiddenStateSpec(tuple(config["eagle_aux_hidden_state_layer_ids"]))
+    aux_layers = HiddenStateSpec(tuple(config["eagle_aux_hidden_state_layer_ids"]))
     depth = runner.config.num_hidden_layers
-    check_taps(taps, depth)
-    name_layers(path, found, taps.layers, depth)
+    check_aux_layers(aux_layers, depth)
+    name_layers(path, found, aux_layers.layers, depth)
     check_arithmetic(config, QK_NORM_FIELDS)
     ids = layouts.draft_to_target_ids(path, config, tensors)
     tensors, model = layouts.without_maps(tensors), runner.model
@@ -267,6 +256,6 @@ def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDra
         matrix = model.get_output_embeddings().weight
         layouts.take_copy(path, tensors, "lm_head.weight", matrix, "an output matrix")
     head = LMHead(runner.model, device, DTYPES[dtype])
-    net = DFlashModel(llama_config(config), taps, ids, head)
+    net = DFlashModel(llama_config(config), aux_layers, ids, head)
     layouts.load_parameters(net, path, tensors)
     return DFlashDraft(net.to(device, DTYPES[dtype]), target, found.family)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.drafts.base import DraftContext
 from decode.drafts.drafting import draft_chain
@@ -22,19 +23,16 @@ from decode.verification.sampling import has_finite_logits
 class BranchSet:
     """R branches of each row, with K tokens each. Every tensor's first dimension is B, or 1 for all rows."""
 
-    accepted: torch.Tensor  # [1|B, R] window tokens that a branch follows
-    bonus: torch.Tensor  # [B, R] the token after them
-    tokens: torch.Tensor  # [B, K, R]
-    q: (
-        torch.Tensor | None
-    )  # [B, K, R, V] what each token was drawn from; None: they are the most probable ones
-    nodes: (
-        torch.Tensor
-    )  # [K, R] numbers of the nodes of the bonus token and of all tokens but the last
-    finite: torch.Tensor  # [B, R] bool: the draft's logits were numbers
+    accepted: Tensor  # [1|B, R] window tokens that a branch follows
+    bonus: Tensor  # [B, R] the token after them
+    tokens: Tensor  # [B, K, R]
+    # [B, K, R, V] what each token was drawn from; None: they are the most probable ones
+    q: Tensor | None
+    nodes: Tensor  # [K, R] numbers of the nodes of the bonus token and of all tokens but the last
+    finite: Tensor  # [B, R] bool: the draft's logits were numbers
 
 
-def exit_candidates(logits: torch.Tensor, window: torch.Tensor, count: int) -> torch.Tensor:
+def exit_candidates(logits: Tensor, window: Tensor, count: int) -> Tensor:
     """[B, T, count]: the most probable bonus tokens after each of the T verified tokens, by exit logits [B, T, V].
 
     A drafted token is none behind the tokens before it: it would be accepted there. There are fewer than `count` only
@@ -49,10 +47,10 @@ def exit_candidates(logits: torch.Tensor, window: torch.Tensor, count: int) -> t
 
 def draft_branches(
     runner: ModelRunner,
-    base: torch.Tensor,
-    unread: torch.Tensor | None,
-    accepted: torch.Tensor,
-    bonus: torch.Tensor,
+    base: Tensor,
+    unread: Tensor | None,
+    accepted: Tensor,
+    bonus: Tensor,
     start: int,
     k: int,
     request: DraftContext,
@@ -85,16 +83,14 @@ def draft_branches(
 
     finite = []
 
-    def checked(logits: torch.Tensor) -> torch.Tensor:
+    def checked(logits: Tensor) -> Tensor:
         flat = logits.flatten(0, 1)[:, None]
         finite.append(has_finite_logits(flat).view(rows, count))
         return logits
 
     passed = 0
 
-    def step(
-        tokens: torch.Tensor, length: torch.Tensor, chain: TreeNodes | None, above: torch.Tensor
-    ) -> torch.Tensor:
+    def step(tokens: Tensor, length: Tensor, chain: TreeNodes | None, above: Tensor) -> Tensor:
         nonlocal passed
         passed += 1
         return checked(runner.step(tokens[:, 0], base, tree_nodes(passed)))[:, None]
@@ -117,24 +113,22 @@ def with_window_token(nodes: TreeNodes, number: int) -> TreeNodes:
     return TreeNodes(index, nodes.depth, mask)
 
 
-def find_branch(
-    branches: BranchSet, accepted: torch.Tensor, bonus: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def find_branch(branches: BranchSet, accepted: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
     """([B] bool: there is a branch of the outcome (accepted [B], bonus [B]); [B] its number, 0 where there is none).
 
-    Nothing but the outcome decides: a choice by the branches' tokens would move the law of the output.
+    Nothing but the outcome decides: a choice by the branches' tokens would change the distribution of the output.
     """
     same = (branches.accepted == accepted[:, None]) & (branches.bonus == bonus[:, None])
     return same.any(1), same.long().argmax(1)
 
 
-def accepted_path(accepted: torch.Tensor, nodes: torch.Tensor, window: int) -> torch.Tensor:
+def accepted_path(accepted: Tensor, nodes: Tensor, window: int) -> Tensor:
     """[B, P] node numbers of the root, `accepted` [B] window tokens and a branch's nodes [B, K]; then themselves.
 
     They are what the KV cache needs in this order for the branch to be the next window.
     """
-    place = torch.arange(window + 1 + nodes.shape[1], device=nodes.device).expand(len(nodes), -1)
-    at = place - 1 - accepted[:, None]
+    position = torch.arange(window + 1 + nodes.shape[1], device=nodes.device).expand(len(nodes), -1)
+    at = position - 1 - accepted[:, None]
     inside = (at >= 0) & (at < nodes.shape[1])
     branch = nodes.gather(1, at.clamp(0, nodes.shape[1] - 1))
-    return torch.where(inside, branch, place)
+    return torch.where(inside, branch, position)

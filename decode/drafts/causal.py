@@ -4,6 +4,7 @@ One with recurrent layers drafts chains only.
 """
 
 import torch
+from torch import Tensor
 
 from decode.checkpoints import draft_vocab, importers
 from decode.common.errors import UserError
@@ -17,15 +18,33 @@ from decode.model.runner import ModelRunner
 from decode.model.vocabularies import unknown_ids
 from decode.verification.tree import TreeShape, max_depth
 
+
+class LanguageModelDraft(Draft):
+    """What drafts with a language model share: its runner, whose KV cache is their own."""
+
+    runner: ModelRunner
+
+    def can_grow(self) -> bool:
+        return self.runner.can_grow
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        return [self.runner.cache]
+
+    def reserve(self, size: int) -> None:
+        self.runner.reserve(size)
+
+
 # ---- with recurrent layers ----
 
 
-class RecurrentDraft(Draft):
+class RecurrentDraft(LanguageModelDraft):
     """Keeps the states after each row's committed tokens, and drafts from a copy of them.
 
     A proposal begins by reading the tokens that were committed since the last one, the rows with equally many in one
     forward. So nothing is read twice, and rejected drafts are never in the states that are kept.
     """
+
+    runner: RecurrentRunner
 
     def __init__(self, runner: RecurrentRunner, name: str = "causal"):
         self.runner, self.name = runner, name
@@ -42,32 +61,19 @@ class RecurrentDraft(Draft):
         self.kept: States = copy_states(self.runner.cache.states())
         self.known = torch.zeros(request.rows, dtype=torch.long, device=self.runner.device)
 
-    def can_grow(self) -> bool:
-        return self.runner.can_grow
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        return [self.runner.cache]
-
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         self.runner.prefill(prompts, length, row)
         set_rows(self.kept, row, rows_of(self.runner.cache.states(), row))
         self.known[row] = length
 
-    def reserve(self, size: int) -> None:
-        self.runner.reserve(size)
-
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         logits = self._read_committed(history, length)
         step = decoder_step(self.runner)
         return draft_tokens(step, logits, length, k, None, self.request)
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         """Logits [B, V] after the last committed token; zeros in rows that have ended, whose drafts are not used."""
         runner = self.runner
         runner.cache.set_states(copy_states(self.kept))
@@ -77,8 +83,8 @@ class RecurrentDraft(Draft):
                 continue
             row = torch.tensor(members, device=runner.device)
             start = self.known[row]
-            place = start[:, None] + torch.arange(count, device=runner.device)
-            read = runner.read_rows(history[row].gather(1, place), start, row)
+            position = start[:, None] + torch.arange(count, device=runner.device)
+            read = runner.read_rows(history[row].gather(1, position), start, row)
             logits[row] = read.to(logits.dtype)
         self.kept, self.known = copy_states(runner.cache.states()), length.clone()
         return logits
@@ -90,7 +96,7 @@ MAX_UNREAD = 64
 """Tokens of skipped rounds after which a draft reads them although no proposal is asked for."""
 
 
-class CausalDraft(Draft):
+class CausalDraft(LanguageModelDraft):
     """Has its own KV cache, which is rolled back by length like the target's."""
 
     def __init__(self, runner: ModelRunner, name: str = "causal", shape: TreeShape = None):
@@ -109,37 +115,24 @@ class CausalDraft(Draft):
         self.unread = 0  # committed tokens at most that the KV cache lacks besides the usual ones
         self.runner.allocate(request.rows, request.size)
 
-    def can_grow(self) -> bool:
-        return self.runner.can_grow
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        return [self.runner.cache]
-
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         self.runner.prefill(prompts, length, row)
 
-    def reserve(self, size: int) -> None:
-        self.runner.reserve(size)
-
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """The first step runs all tokens that the KV cache may lack, a fixed number unless rounds were skipped."""
         logits = self._read_committed(history, length, k)
         return draft_tokens(decoder_step(self.runner), logits, length, k, self.plan, self.request)
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         """Runs nothing: the first step of the next `propose` reads these tokens too. They are read here only when there
         are MAX_UNREAD of them, since some models compute logits for each token of a step."""
         if self.unread >= MAX_UNREAD:
             self._read_committed(history, length, k)
         self.unread += k + 1
 
-    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         """Reads the tokens of skipped rounds, so that the first step of `propose` has its usual number."""
         if self.unread > 0:
             self._read_committed(history, length, k)
@@ -149,7 +142,7 @@ class CausalDraft(Draft):
         """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""
         self.unread += k - 1
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor, k: int) -> Tensor:
         """Logits [B, V] after the last committed token. The step runs all tokens that the KV cache may lack.
 
         After a round that drafted a chain these are the last drafted token and the bonus token. The path of a tree lies
@@ -168,7 +161,7 @@ def causal_draft(runner: ModelRunner) -> CausalDraft | RecurrentDraft:
 
 
 def load(
-    path: str, target: Target, device: str, dtype: str, whole_head: bool = False
+    path: str, target: Target, device: str, dtype: str, full_head: bool = False
 ) -> CausalDraft | RecurrentDraft:
     """A Hugging Face causal LM from a folder or the Hub. UserError if its tokenizer and the target's give an id
     to different tokens.
@@ -177,19 +170,19 @@ def load(
     draft reads the row of its embedding with that id, or its last one.
     Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
     draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
-    computed, and all other tokens have probability 0. `whole_head`: it drafts from all rows, as other engines do.
+    computed, and all other tokens have probability 0. `full_head`: it drafts from all rows, as other engines do.
     """
     tokenizer = check_vocabulary(path, target)
     model = load_model(path, "draft", device, dtype)
     columns = min(target.runner.vocab_size, len(model.get_output_embeddings().weight))
-    ids = None if whole_head else load_ids(path, columns)
+    ids = None if full_head else load_ids(path, columns)
     runner = build_runner(model, target.runner.vocab_size, ids)
     if tokenizer_fingerprint(tokenizer) != target.fingerprint:
         runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.runner.vocab_size))
     return causal_draft(runner)
 
 
-def load_ids(path: str, vocab_size: int) -> torch.Tensor | None:
+def load_ids(path: str, vocab_size: int) -> Tensor | None:
     """[Vd]: the tokens that the draft in a folder or on the Hub can draft, among the first `vocab_size`; None: all."""
     folder = importers.resolve_folder(path)
     return draft_vocab.read_ids(folder, vocab_size, read_metadata(folder))

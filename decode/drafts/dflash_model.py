@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from decode.drafts.eagle_model import head_context
@@ -17,7 +17,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import run_now
 from decode.model.modules import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm, apply_rotary
 
-LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LayerAttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(number of the layer, q [B, heads, T, D], k and v [B, kv heads, T, D] of the block) -> [B, T, heads, D]."""
 
 
@@ -36,16 +36,16 @@ class DFlashAttention(nn.Module):
         self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
 
-    def queries(self, x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
+    def queries(self, x: Tensor, rotary: CosSin) -> Tensor:
         """[B, heads, T, D] of x [B, T, h]."""
         return apply_rotary(self.q_norm(self._split(self.q_proj(x))).transpose(1, 2), rotary)
 
-    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, h]."""
         k = apply_rotary(self.k_norm(self._split(self.k_proj(x))).transpose(1, 2), rotary)
         return k, self._split(self.v_proj(x)).transpose(1, 2)
 
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.size)
 
 
@@ -57,9 +57,7 @@ class DFlashLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, x: torch.Tensor, rotary: CosSin, attend: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, rotary: CosSin, attend: Callable[..., Tensor]) -> Tensor:
         normed = self.input_layernorm(x)
         out = attend(
             self.self_attn.queries(normed, rotary), *self.self_attn.keys_values(normed, rotary)
@@ -76,7 +74,7 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """[..., Vd] of token ids [...]."""
         return self.markov_w2(self.markov_w1(tokens))
 
@@ -88,7 +86,7 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width + rank, 1)
 
-    def forward(self, state: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] from states [..., h] and the embedding [..., r] of the tokens before."""
         return self.proj(torch.cat([state, previous.to(state.dtype)], -1))[..., 0]
 
@@ -103,20 +101,20 @@ class DFlashModel(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        taps: HiddenStateSpec,
-        ids: torch.Tensor | None,
-        head: Callable[[torch.Tensor], torch.Tensor],
+        aux_layers: HiddenStateSpec,
+        ids: Tensor | None,
+        head: Callable[[Tensor], Tensor],
     ):
         super().__init__()
         fields = config.to_dict()
         width, vocab = config.hidden_size, config.vocab_size
-        self.config, self.taps, self.max_positions = config, taps, head_context(config)
+        self.config, self.aux_layers, self.max_positions = config, aux_layers, head_context(config)
         self.mask_token: int = fields["dflash_config"]["mask_token_id"]
         self.block_size: int = fields["block_size"]
         rank: int = fields.get("markov_rank") or 0
         self.first = 0 if fields.get("sample_from_anchor", rank > 0) else 1
         """The first slot of a block that predicts a token."""
-        self.fc = nn.Linear(len(taps.layers) * config.target_hidden_size, width, bias=False)
+        self.fc = nn.Linear(len(aux_layers.layers) * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -126,7 +124,7 @@ class DFlashModel(nn.Module):
         self.confidence_head = ConfidenceHead(width, rank) if rank else None
         self.target_head = head  # the target's, frozen and no part of this model
         self.rotary = Fp32RotaryEmbedding(config)
-        self.ids: torch.Tensor | None
+        self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
 
     @property
@@ -134,15 +132,13 @@ class DFlashModel(nn.Module):
         """Tokens that a block of full size drafts."""
         return self.block_size - self.first
 
-    def context(
-        self, features: torch.Tensor, position: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def context(self, features: Tensor, position: Tensor) -> list[tuple[Tensor, Tensor]]:
         """k, v [B, kv heads, T, D] of each layer for tapped states [B, T, F] at `position` [B, T]."""
         state = self.hidden_norm(self.fc(features))
         rotary = self.rotary(state, position)
         return [layer.self_attn.keys_values(state, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
-    def block_tokens(self, anchor: torch.Tensor, size: int) -> torch.Tensor:
+    def block_tokens(self, anchor: Tensor, size: int) -> Tensor:
         """[..., size]: the anchor [...] and masks."""
         masks = anchor[..., None].expand(*anchor.shape, size).clone()
         masks[..., 1:] = self.mask_token
@@ -150,11 +146,11 @@ class DFlashModel(nn.Module):
 
     def forward(
         self,
-        embeds: torch.Tensor,
-        position: torch.Tensor,
+        embeds: Tensor,
+        position: Tensor,
         attend: LayerAttendFn,
         run: Callable[..., Any] = run_now,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Normed states [B, T, h] of the slots of blocks with these embeddings, at `position` [B, T].
 
         `run(layer, *inputs)` calls a layer: training may keep its inputs alone (decode/model/masks.py).
@@ -164,16 +160,16 @@ class DFlashModel(nn.Module):
             x = run(layer, x, rotary, lambda q, k, v, number=number: attend(number, q, k, v))
         return self.norm(x)
 
-    def base_logits(self, states: torch.Tensor) -> torch.Tensor:
+    def base_logits(self, states: Tensor) -> Tensor:
         """[..., Vd] of normed states, without the correction."""
         return self.target_head(states) if self.lm_head is None else self.lm_head(states)
 
-    def logits(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor, previous: Tensor) -> Tensor:
         """[..., Vd] of normed states, given the tokens before those that they predict."""
         found = self.base_logits(states)
         return found if self.markov_head is None else found + self.markov_head(previous)
 
-    def confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] of the probability that the token of each state is accepted; DSpark only."""
         assert self.markov_head is not None
         assert self.confidence_head is not None

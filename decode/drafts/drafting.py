@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from decode.drafts.base import ChainStop, DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import TreeNodes
@@ -20,7 +21,7 @@ from decode.verification.tree import (
     rerank_candidates,
 )
 
-DraftStep = Callable[[torch.Tensor, torch.Tensor, TreeNodes | None, torch.Tensor], torch.Tensor]
+DraftStep = Callable[[Tensor, Tensor, TreeNodes | None, Tensor], Tensor]
 """(tokens [B, T], length [B], nodes, above [B, T]) -> logits [B, T, V] after each of the tokens.
 
 `length` is the number of tokens that they continue. Without nodes it is one token of a chain, at position `length`.
@@ -34,17 +35,17 @@ first call the parent is the proposal's root.
 class ReducedVocab:
     """The tokens of a draft that knows only some: its logits [..., Vd] are those of the target's tokens `ids` [Vd]."""
 
-    ids: torch.Tensor
+    ids: Tensor
     size: int  # of the target's vocabulary
 
-    def spread(self, q: torch.Tensor) -> torch.Tensor:
+    def spread(self, q: Tensor) -> Tensor:
         """[..., V] from probabilities [..., Vd]: 0 for all other tokens."""
         full = q.new_zeros(*q.shape[:-1], self.size)
         full[..., self.ids] = q
         return full
 
 
-def token_ids(vocab: ReducedVocab | None, index: torch.Tensor) -> torch.Tensor:
+def token_ids(vocab: ReducedVocab | None, index: Tensor) -> Tensor:
     """The target's ids of the draft's tokens `index`."""
     return index if vocab is None else vocab.ids[index]
 
@@ -52,9 +53,7 @@ def token_ids(vocab: ReducedVocab | None, index: torch.Tensor) -> torch.Tensor:
 def decoder_step(runner: ModelRunner) -> DraftStep:
     """The DraftStep of a language model, which passes on nothing but its KV cache."""
 
-    def step(
-        tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-    ) -> torch.Tensor:
+    def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
         return runner.step(tokens, length if nodes is None else length - 1, nodes)
 
     return step
@@ -64,8 +63,8 @@ def decoder_step(runner: ModelRunner) -> DraftStep:
 class TreeLevel:
     """One level of a static tree with F nodes: the rank and the parent of each, and the nodes to run."""
 
-    ranks: torch.Tensor  # [F]
-    above: torch.Tensor  # [F] index of the parent among the nodes of the level above
+    ranks: Tensor  # [F]
+    above: Tensor  # [F] index of the parent among the nodes of the level above
     num_ranks: int  # the highest rank + 1
     nodes: TreeNodes  # these nodes, as the draft model runs them for the next level
 
@@ -110,8 +109,8 @@ def build_tree_plan(
 
 def draft_tokens(
     step: DraftStep,
-    logits: torch.Tensor,
-    length: torch.Tensor,
+    logits: Tensor,
+    length: Tensor,
     k: int,
     plan: StaticTreePlan | DynamicTree | None,
     request: DraftContext,
@@ -125,7 +124,7 @@ def draft_tokens(
     finite = [has_finite_logits(logits[:, None])]
     spread = vocab if request.constraint is not None else None
 
-    def checked_step(*inputs: Any) -> torch.Tensor:
+    def checked_step(*inputs: Any) -> Tensor:
         found = step(*inputs)
         finite.append(has_finite_logits(found))
         return found if spread is None else spread_logits(found, spread.ids, spread.size)
@@ -144,8 +143,8 @@ def draft_tokens(
 
 def draft_chain(
     step: DraftStep,
-    logits: torch.Tensor,
-    length: torch.Tensor,
+    logits: Tensor,
+    length: Tensor,
     k: int,
     request: DraftContext,
     vocab: ReducedVocab | None = None,
@@ -159,8 +158,8 @@ def draft_chain(
     columns for what was not drafted; the random numbers of k tokens are drawn all the same. With `request.constraint`
     q is the draft's distribution over the tokens that the row's grammar allows after those drafted so far.
     """
-    tokens: list[torch.Tensor] = []
-    q: list[torch.Tensor] = []
+    tokens: list[Tensor] = []
+    q: list[Tensor] = []
     stop = request.stop
     above = torch.zeros_like(length)[:, None]
     path = torch.ones(len(length), device=length.device)  # of the drafted tokens' probabilities
@@ -176,7 +175,8 @@ def draft_chain(
         token = token_ids(vocab, index)
         tokens.append(token if stop is None else torch.where(going, token, NO_DRAFT))
         if stop is not None and i + 1 < k:
-            probability = token_probability(logits, index)
+            # At temperature 1, whatever the tokens are drawn at.
+            probability = torch.softmax(logits.float(), -1).gather(1, index[:, None])[:, 0]
             path = path * probability
             going = going & rows_going_on(stop, i + 1, probability, path)
             if not bool(going.any()):
@@ -192,17 +192,10 @@ def draft_chain(
     )
 
 
-def rows_going_on(
-    stop: ChainStop, drafted: int, probability: torch.Tensor, path: torch.Tensor
-) -> torch.Tensor:
+def rows_going_on(stop: ChainStop, drafted: int, probability: Tensor, path: Tensor) -> Tensor:
     """[B] bool: a chain of `drafted` tokens may have another, given probabilities [B] of its last token and of all."""
     limit = torch.tensor(stop.limit, device=path.device)
     return (limit > drafted) & (probability >= stop.token) & (path >= stop.path)
-
-
-def token_probability(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[B]: the probability of index [B] under logits [B, V] at temperature 1."""
-    return torch.softmax(logits.float(), -1).gather(1, index[:, None])[:, 0]
 
 
 class RandomChoices(Protocol):
@@ -214,7 +207,7 @@ class RandomChoices(Protocol):
     def choose(self) -> Sampler: ...
 
 
-def discard_draws(request: RandomChoices, length: torch.Tensor, count: int) -> None:
+def discard_draws(request: RandomChoices, length: Tensor, count: int) -> None:
     """Draws the random numbers of `count` tokens that are not drafted: a row's numbers depend on no other row."""
     if not request.sampling.greedy:
         certain = torch.ones(len(length), 1, device=length.device)
@@ -224,8 +217,8 @@ def discard_draws(request: RandomChoices, length: torch.Tensor, count: int) -> N
 
 def draft_static_tree(
     step: DraftStep,
-    logits: torch.Tensor,
-    length: torch.Tensor,
+    logits: Tensor,
+    length: Tensor,
     plan: StaticTreePlan,
     vocab: ReducedVocab | None = None,
 ) -> Proposal:
@@ -243,8 +236,8 @@ def draft_static_tree(
 
 def draft_dynamic_tree(
     step: DraftStep,
-    logits: torch.Tensor,
-    length: torch.Tensor,
+    logits: Tensor,
+    length: Tensor,
     k: int,
     shape: DynamicTree,
     vocab: ReducedVocab | None = None,
@@ -259,9 +252,8 @@ def draft_dynamic_tree(
     score, index = torch.log_softmax(logits.float(), -1).topk(width)
     token = token_ids(vocab, index)  # [B, W] of the nodes to expand
     tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
-    candidate = torch.arange(width, device=device).expand(
-        rows, -1
-    )  # their index among the candidates
+    # Their index among the candidates
+    candidate = torch.arange(width, device=device).expand(rows, -1)
     seen = torch.zeros(rows, width, len(every), dtype=torch.bool, device=device)
     seen[:, :, 0] = True
     above = torch.zeros_like(token)  # index of the parent among the tokens of the step before
@@ -287,7 +279,7 @@ def draft_dynamic_tree(
     return Proposal(torch.cat(tokens, 1).gather(1, index), None, build_token_tree(kept, k))
 
 
-def build_token_tree(parents: torch.Tensor, depth: int) -> TokenTree:
+def build_token_tree(parents: Tensor, depth: int) -> TokenTree:
     """The TokenTree of `parents` [N] or [B, N] and of this depth."""
     batched = parents if parents.ndim == 2 else parents[None]
     every = torch.arange(batched.shape[1] + 1, device=parents.device)[None]

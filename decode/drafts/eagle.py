@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
@@ -23,7 +24,7 @@ from decode.drafts.eagle_model import (
     llama_config,
 )
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target
@@ -38,7 +39,7 @@ class CachedHead(Draft):
     context: int
 
     def __init__(self, net: Any, target: Target, name: str):
-        self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
+        self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
         patch_linear_layers(net)
         weight = net.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -50,7 +51,7 @@ class CachedHead(Draft):
             self.vocab_ids = net.ids
         self.context = min(target.runner.context, net.max_positions)
         hidden = target.runner.config.hidden_size
-        self.width = hidden * (len(net.taps.layers) + net.taps.final)
+        self.width = hidden * (len(net.aux_layers.layers) + net.aux_layers.final)
         self.allocated_shape = 0, 0, 0
 
     @torch.inference_mode()
@@ -61,9 +62,8 @@ class CachedHead(Draft):
         # target's states.
         count = max_depth(self.shape, request.k) + 1 + request.extra
         shape = request.rows, request.size, count
-        if (
-            shape != self.allocated_shape
-        ):  # buffers of the same shape stay: CUDA graphs hold their addresses
+        # Buffers of the same shape stay: CUDA graphs hold their addresses
+        if shape != self.allocated_shape:
             layers = len(self.net.layers)
             self.kv_cache = StaticKVCache(layers, request.rows, request.size, self.device)
             self.state_buffer = HiddenStateBuffer(
@@ -82,13 +82,13 @@ class CachedHead(Draft):
     def kv_caches(self) -> list[StaticKVCache]:
         return [self.kv_cache]
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         return [self.state_buffer.states]
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         """Reads what rounds have committed, without the LM head, as soon as the buffer of the target's states could not
         hold it together with what this round commits."""
         if self.unread + k + 1 > self.allocated_shape[2]:
@@ -96,18 +96,18 @@ class CachedHead(Draft):
             self.unread = 0
         self.unread += k + 1
 
-    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         self.unread = k + 1
         return k
 
     def on_replaced(self, k: int) -> None:
         self.unread = k + 1
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         """Brings the KV cache up to date with the states in the buffer."""
         raise NotImplementedError
 
-    def _positions(self) -> torch.Tensor:
+    def _positions(self) -> Tensor:
         # As in the target: beyond the context longrope would use other frequencies for all rows.
         return self.kv_cache.slots.position.clamp_max(self.context - 1)
 
@@ -118,11 +118,7 @@ class EagleDraft(CachedHead):
     net: EagleModel
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         """Fills the KV cache with the prompt's pairs, except the last, whose token `propose` will know."""
         assert features is not None
@@ -135,13 +131,11 @@ class EagleDraft(CachedHead):
             slots.set_positions(base, tokens.shape[1], row=row, is_prefill=start == 0)
             self._forward(self.net.init_state(states[:, : tokens.shape[1]].to(self.dtype)), tokens)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         state = self._read_committed(history, length)
         self.unread = k + 1
 
-        def step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-        ) -> torch.Tensor:
+        def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
             nonlocal state
             before = state.gather(1, above[..., None].expand(-1, -1, state.shape[-1]))
             base = length - 1 if nodes is None else length - 2
@@ -152,25 +146,23 @@ class EagleDraft(CachedHead):
         first = self._logits(state)[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
-    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         """[B, 1, h]: the state after the last committed pair; the KV cache then holds every pair before it."""
         tokens, states = self._committed_pairs(history, length)
         count = tokens.shape[1]
         self.kv_cache.slots.set_positions(length - 1 - count, count)
         return self._forward(self.net.init_state(states), tokens)[:, -1:]
 
-    def _committed_pairs(
-        self, history: torch.Tensor, length: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _committed_pairs(self, history: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, n] and the target's hidden states [B, n, F] before them: all that a round may have committed."""
         back = length[:, None] - len(self.state_buffer.offsets) + self.state_buffer.offsets
         return history.gather(1, back.clamp_min(1)), self.state_buffer.states
 
-    def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _forward(self, state: Tensor, tokens: Tensor) -> Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the positions that were set in the KV cache."""
         slots, layer = self.kv_cache.slots, self.kv_cache.kv_layers[0]
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
             with forward_context(slots):
                 return attention_forward(self.net, q, keys, values, None)[0]
@@ -178,7 +170,7 @@ class EagleDraft(CachedHead):
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         return self.net.step(state, embeds, self._positions(), attend)
 
-    def _logits(self, state: torch.Tensor) -> torch.Tensor:
+    def _logits(self, state: Tensor) -> Tensor:
         """[b, T, Vd]: of the tokens in the draft's vocabulary."""
         return self.net.logits(state)
 
@@ -212,7 +204,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
         net = Eagle1Model(llama_config(config), head, own in tensors)
     else:
         layouts.check_config(path, config, {"target_hidden_size": hidden})
-        for flag in layouts.NORM_FLAGS:
+        for flag in eagle_layouts.NORM_FLAGS:
             # most flags add no tensor whose absence would be noticed
             trained = flag in facts.get("norms", [])
             if facts and config[flag] != trained:
@@ -220,9 +212,9 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         depth = target.runner.config.num_hidden_layers
-        taps = HiddenStateSpec(layouts.aux_layers(config, depth))
-        check_taps(taps, depth)
-        name_layers(path, found, taps.layers, depth)
+        aux_layers = HiddenStateSpec(eagle_layouts.aux_layers(config, depth))
+        check_aux_layers(aux_layers, depth)
+        name_layers(path, found, aux_layers.layers, depth)
         ids = layouts.draft_to_target_ids(path, config, tensors)
         tensors = layouts.without_maps(tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
@@ -232,7 +224,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     "lm_head.weight"
                 )
             tensors["lm_head.weight"] = target.runner.model.get_output_embeddings().weight.detach()
-        net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
+        net = Eagle3Model(llama_config(config), aux_layers, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
     return net.to(device, DTYPES[dtype]), target, found.family
 

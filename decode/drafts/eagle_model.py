@@ -1,8 +1,9 @@
 """The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's hidden states, without cache or loop.
 
 Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters have the names of serving engines
-(decode/checkpoints/layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the target's f_t
-or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of x_{t+2}.
+(decode/checkpoints/eagle_layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the
+target's f_t or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of
+x_{t+2}.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -26,7 +27,7 @@ from decode.model.modules import (
     apply_rotary,
 )
 
-AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
 
 
@@ -43,16 +44,16 @@ class EagleAttention(nn.Module):
         self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
 
-    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
         k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
         return apply_rotary(k, rotary), v
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
+    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
         q = apply_rotary(self._split_heads(self.q_proj(x)), rotary)
         return self.o_proj(attend(q, *self.keys_values(x, rotary)).flatten(2))
 
-    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
 
 
@@ -72,19 +73,15 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin, attend: AttendFn
-    ) -> torch.Tensor:
+    def forward(self, state: Tensor, embeds: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
         residual = self.hidden_norm(state) if self.normed_residual else state
         state = residual + self.self_attn(self._attention_input(state, embeds), rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
 
-    def keys_values(
-        self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, state: Tensor, embeds: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         return self.self_attn.keys_values(self._attention_input(state, embeds), rotary)
 
-    def _attention_input(self, state: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    def _attention_input(self, state: Tensor, embeds: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
 
 
@@ -101,16 +98,16 @@ class Eagle3Model(nn.Module):
     def __init__(
         self,
         config: LlamaConfig,
-        taps: HiddenStateSpec,
-        ids: torch.Tensor | None,
+        aux_layers: HiddenStateSpec,
+        ids: Tensor | None,
         own_embedding: bool = False,
     ):
         super().__init__()
         flags = config.to_dict()
-        self.config, self.taps, self.max_positions = config, taps, head_context(config)
+        self.config, self.aux_layers, self.max_positions = config, aux_layers, head_context(config)
         width, target_width = config.hidden_size, config.target_hidden_size
         size = config.vocab_size if ids is None else len(ids)
-        tapped, eps = len(taps.layers), config.rms_norm_eps
+        tapped, eps = len(aux_layers.layers), config.rms_norm_eps
         self.fc = nn.Linear(tapped * target_width, width, bias=False)
         self.input_norm = (
             RMSNorm(tapped * target_width, eps) if flags.get("norm_before_fc") else None
@@ -130,7 +127,7 @@ class Eagle3Model(nn.Module):
         if self.mask_token is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, tapped * target_width))
         self.rotary = Fp32RotaryEmbedding(config)
-        self.ids: torch.Tensor | None
+        self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
 
     @property
@@ -138,13 +135,13 @@ class Eagle3Model(nn.Module):
         """The only layer; checkpoints name it as a list."""
         return self.layers[0]  # type: ignore[return-value]
 
-    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """[..., h] of token ids; `weight` is the target's embedding."""
         return F.embedding(
             tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
         )
 
-    def init_state(self, features: torch.Tensor) -> torch.Tensor:
+    def init_state(self, features: Tensor) -> Tensor:
         """[..., h]: the input state for the target's hidden states [..., 3H]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -155,24 +152,20 @@ class Eagle3Model(nn.Module):
             )
         return self.fc(features)
 
-    def step(
-        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
-    ) -> torch.Tensor:
+    def step(self, state: Tensor, embeds: Tensor, position: Tensor, attend: AttendFn) -> Tensor:
         """States and embeddings [B, T, h] at `position` [B, T] -> the next states (normed if `norm_output`)."""
         state = self.layer(state, embeds, self.rotary(state, position), attend)
         return self.norm(state) if self.normed_output else state
 
-    def keys_values(
-        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, state: Tensor, embeds: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of these pairs, without running the rest of the layer."""
         return self.layer.keys_values(state, embeds, self.rotary(state, position))
 
-    def head_input(self, state: torch.Tensor) -> torch.Tensor:
+    def head_input(self, state: Tensor) -> Tensor:
         """[..., h]: the state as the head reads it."""
         return state if self.normed_output else self.norm(state)
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor:
+    def logits(self, state: Tensor) -> Tensor:
         """[..., Vd] from a state that `step` returned."""
         return self.lm_head(self.head_input(state))
 
@@ -186,10 +179,10 @@ class Eagle1Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         return self.self_attn.keys_values(x, rotary)
 
-    def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
+    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
         x = x + self.self_attn(x, rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -203,14 +196,11 @@ class Eagle1Model(nn.Module):
     ids: None = None
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        own_embedding: bool = False,
+        self, config: LlamaConfig, head: Callable[[Tensor], Tensor], own_embedding: bool = False
     ):
         super().__init__()
         width = config.hidden_size
-        self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
+        self.config, self.aux_layers, self.head = config, HiddenStateSpec(final=True), head
         self.max_positions = head_context(config)
         # A bias of zeros that is not trained: SGLang requires it, others ignore it.
         self.fc = nn.Linear(2 * width, width)
@@ -224,35 +214,31 @@ class Eagle1Model(nn.Module):
         """The only layer; checkpoints name it as a list."""
         return self.layers[0]  # type: ignore[return-value]
 
-    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """[..., H] of token ids; `weight` is the target's embedding."""
         return F.embedding(
             tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
         )
 
-    def init_state(self, features: torch.Tensor) -> torch.Tensor:
+    def init_state(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., H] unchanged."""
         return features
 
-    def step(
-        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
-    ) -> torch.Tensor:
+    def step(self, state: Tensor, embeds: Tensor, position: Tensor, attend: AttendFn) -> Tensor:
         """Hidden states and embeddings [B, T, H] at `position` [B, T] -> hidden states of the next tokens."""
         x = self.fc(torch.cat([embeds, state], -1))
         return self.layer(x, self.rotary(x, position), attend)
 
-    def keys_values(
-        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, state: Tensor, embeds: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of these pairs, without running the rest of the layer."""
         x = self.fc(torch.cat([embeds, state], -1))
         return self.layer.keys_values(x, self.rotary(x, position))
 
-    def head_input(self, state: torch.Tensor) -> torch.Tensor:
+    def head_input(self, state: Tensor) -> Tensor:
         """[..., H]: the state as the head reads it."""
         return state
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor:
+    def logits(self, state: Tensor) -> Tensor:
         """[..., V] from a state that `step` returned."""
         return self.head(state)
 

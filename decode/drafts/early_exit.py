@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
@@ -40,14 +40,14 @@ class ExitAdapter(nn.Module):
     that are drafted, rising; None: all.
     """
 
-    ids: torch.Tensor | None
+    ids: Tensor | None
 
-    def __init__(self, config: dict[str, Any], norm: nn.Module, ids: torch.Tensor | None):
+    def __init__(self, config: dict[str, Any], norm: nn.Module, ids: Tensor | None):
         super().__init__()
         width, inner = config["hidden_size"], config["exit_width"]
         self.config = config
         self.layers: int = config["exit_layer"]
-        self.taps = HiddenStateSpec((self.layers,))
+        self.aux_layers = HiddenStateSpec((self.layers,))
         self.input_norm = nn.RMSNorm(width, eps=1e-5)
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
@@ -58,12 +58,12 @@ class ExitAdapter(nn.Module):
             nn.init.normal_(matrix.weight, std=width**-0.5)
         nn.init.zeros_(self.down_proj.weight)
 
-    def forward(self, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, state: Tensor) -> Tensor:
         """States [..., H] entering layer E -> inputs [..., H] of the LM head, in the dtype of the states."""
         x = state.to(self.input_norm.weight.dtype)
         normed = self.input_norm(x)
         inner = F.silu(self.gate_proj(normed)) * self.up_proj(normed)
-        out: torch.Tensor = self.norm(x + self.down_proj(inner))
+        out: Tensor = self.norm(x + self.down_proj(inner))
         return out.to(state.dtype)
 
 
@@ -108,7 +108,7 @@ class EarlyExitDraft(Draft):
         self.plan = build_tree_plan(self.shape, self.target.runner.device)
         self.runner.share_kv_cache(self.target.runner)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         last = history.gather(1, length[:, None] - 1)
         logits = self.runner.step(last, length - 1)[:, -1]
         step = decoder_step(self.runner)

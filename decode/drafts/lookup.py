@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_token_tree
@@ -24,7 +25,7 @@ class GrammarDraft(Draft):
 
     name = "grammar"
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return Proposal(history[:, :0], None)
 
 
@@ -42,19 +43,19 @@ class NgramDraft(Draft):
     def __init__(self, longest: int = 3, shortest: int = 1):
         self.longest, self.shortest = longest, shortest
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         rows, slots = history.shape
-        place = torch.arange(slots, device=history.device)
+        position = torch.arange(slots, device=history.device)
         matched = torch.zeros(rows, slots, dtype=torch.long, device=history.device)
         alive = torch.ones(rows, slots, dtype=torch.bool, device=history.device)
         for n in range(1, self.longest + 1):
-            # place e: an occurrence that ends just before e, so token e - n must equal the suffix's n-th from the end
+            # An occurrence that ends just before e: token e - n must equal the suffix's n-th from the end.
             suffix = history.gather(1, (length - n).clamp_min(0)[:, None])
             shifted = torch.nn.functional.pad(history, (n, -n), value=NO_DRAFT)
             alive = alive & (shifted == suffix) & (length >= n)[:, None]
             matched = torch.where(alive, n, matched)
-        known = (place < length[:, None]) & (matched >= self.shortest)
-        score = torch.where(known, matched * slots + place, -1)
+        known = (position < length[:, None]) & (matched >= self.shortest)
+        score = torch.where(known, matched * slots + position, -1)
         best, end = score.max(1)
         source = end[:, None] + torch.arange(k, device=history.device)
         found = (best >= 0)[:, None] & (source < length[:, None])
@@ -115,11 +116,7 @@ class SuffixDraft(Draft):
         self._rows = [self._start_request(0) for _ in range(request.rows)]
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         """Ends the requests in these rows and starts new ones; `on_commit` brings the ids of their prompts."""
         for at, prompt in torch.stack([row, length], 1).tolist():
@@ -133,7 +130,7 @@ class SuffixDraft(Draft):
     def max_slots(self, k: int) -> int:
         return max(self.nodes, k) + 1
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """A chain of up to k tokens a row, or a tree of the `nodes` most probable tokens, of any depth.
 
         Of `history` only the device is used: `on_commit` has brought the ids.
@@ -174,6 +171,6 @@ class SuffixDraft(Draft):
             self._corpus.remove(self._corpus_keys.popleft())
 
 
-def _padded(rows: list[list[int]], width: int, fill: int, device: torch.device) -> torch.Tensor:
+def _padded(rows: list[list[int]], width: int, fill: int, device: torch.device) -> Tensor:
     """[rows, width] of ragged rows, `fill` on their right."""
     return torch.tensor([row + [fill] * (width - len(row)) for row in rows]).to(device)

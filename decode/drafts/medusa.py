@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
@@ -26,7 +26,7 @@ class MedusaResBlock(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, state: torch.Tensor) -> torch.Tensor:
+    def forward(self, state: Tensor) -> Tensor:
         for layer in self.layers:
             state = state + F.silu(layer(state))
         return state
@@ -43,17 +43,17 @@ class MedusaModel(nn.Module):
         super().__init__()
         width, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_heads"]
         self.config = config
-        self.taps = HiddenStateSpec(final=True)
+        self.aux_layers = HiddenStateSpec(final=True)
         layers, bias = config["num_hidden_layers"], config["medusa_fc_bias"]
         self.blocks = nn.ModuleList(MedusaResBlock(width, layers, bias) for _ in range(heads))
         matrices = 1 if config["original_lm_head"] else heads
         self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(matrices))
 
-    def states(self, features: torch.Tensor, head: int) -> torch.Tensor:
+    def states(self, features: Tensor, head: int) -> Tensor:
         """[..., H] from final hidden states [..., H]: what that head projects to the vocabulary."""
         return self.blocks[head](features)
 
-    def logits(self, features: torch.Tensor, head: int) -> torch.Tensor:
+    def logits(self, features: Tensor, head: int) -> Tensor:
         """[..., V] of that head, from final hidden states [..., H]."""
         return self.lm_heads[head % len(self.lm_heads)](self.states(features, head))
 
@@ -62,7 +62,7 @@ class MedusaDraft(Draft):
     """All heads read the target's hidden state before the last committed token; none sees what another drafted."""
 
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
-        self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
+        self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
         patch_linear_layers(net)
         self.width = target.runner.config.hidden_size
         self.allocated_rows = 0
@@ -83,29 +83,23 @@ class MedusaDraft(Draft):
             )
             self.allocated_rows = request.rows
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         return [self.state_buffer.states]
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         assert features is not None
         self.state_buffer.reset_rows(row, features, length)
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         state = self.state_buffer.states[:, 0]
         head = 0
 
-        def step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-        ) -> torch.Tensor:
+        def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
             nonlocal head
             head += 1
             return self.net.logits(state, head)[:, None].expand(-1, tokens.shape[1], -1)
@@ -123,7 +117,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     head = target.runner.model.get_output_embeddings().weight.detach()
     if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:
         tensors = tensors | {"lm_heads.0.weight": head}
-        config = config | {"vocab_size": head.shape[0]}
+        config = layouts.HeadConfig(config | {"vocab_size": head.shape[0]})
     hidden = target.runner.config.hidden_size
     layouts.check_config(
         path, config, {"hidden_size": hidden, "vocab_size": target.runner.vocab_size}

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, at_least, check_ranges
@@ -152,7 +153,7 @@ class MirrorDraft(DraftWrapper):
 
     def max_slots(self, k: int) -> int:
         """The window, all branches, and a chain behind them."""
-        return (self._num_branches(k) + 2) * k + 1
+        return (max(1, (k + 1) * self.config.branches) + 2) * k + 1
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees, and for a grammar, which branches do not follow."""
@@ -169,22 +170,18 @@ class MirrorDraft(DraftWrapper):
         self.window = torch.zeros(request.rows, 0, dtype=torch.long, device=device)
         self.has_branches = torch.zeros(request.rows, dtype=torch.bool, device=device)
         self.branches: BranchSet | None = None
-        self.ranked: torch.Tensor | None = None  # [B, T, branches] the exit's most probable tokens
+        self.ranked: Tensor | None = None  # [B, T, branches] the exit's most probable tokens
         self.pending: Future[BranchSet] | None = None
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         """To the next proposal the prompt's last token is a root without a window, and the first token its bonus."""
         self.inner.prefill(row, prompts, length, features)
         self.base[row] = length - 1
         self.has_branches[row] = False
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """The branch of the outcome in rows that have it; the other rows are drafted now."""
         runner, rows = self.inner.runner, torch.arange(len(length), device=length.device)
         outcome = length - self.base - 2  # accepted tokens; below 0 in rows that are done
@@ -239,13 +236,13 @@ class MirrorDraft(DraftWrapper):
         self.cores = torch.get_num_threads()
         if self.config.overlap:
             # torch's number of threads belongs to a thread: while both run, each has half of the cores.
-            self.pending = self.thread.submit(self._draft_beside, states, max(1, self.cores // 2))
+            self.pending = self.thread.submit(self._draft_branches, states, max(1, self.cores // 2))
             torch.set_num_threads(max(1, self.cores - self.cores // 2))
         else:
-            self.branches = self._draft_beside(states, self.cores)
+            self.branches = self._draft_branches(states, self.cores)
         self.reached = time.perf_counter()
 
-    def _collect_branches(self, module: Any, args: tuple[Any, ...], logits: torch.Tensor) -> None:
+    def _collect_branches(self, module: Any, args: tuple[Any, ...], logits: Tensor) -> None:
         finished = time.perf_counter()
         if self.pending is not None:
             self.branches = self.pending.result()
@@ -261,7 +258,7 @@ class MirrorDraft(DraftWrapper):
         torch.set_num_threads(self.cores)
 
     @torch.inference_mode()
-    def _draft_beside(self, states: torch.Tensor, threads: int) -> BranchSet:
+    def _draft_branches(self, states: Tensor, threads: int) -> BranchSet:
         """The branches of all outcomes that the exit's states [B, T, H] make probable."""
         torch.set_num_threads(threads)
         start = time.perf_counter()
@@ -273,7 +270,7 @@ class MirrorDraft(DraftWrapper):
         self.counts.branch_seconds += time.perf_counter() - start
         return found
 
-    def _outcomes(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outcomes(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(accepted [1, R], bonus [B, R]) that branches are drafted for. The text and the window alone decide."""
         width = self.window.shape[1]
         if self.config.branches == 0:
@@ -283,24 +280,21 @@ class MirrorDraft(DraftWrapper):
         logits = self.head(self.norm(states))
         self.ranked = logits.topk(min(self.config.branches, logits.shape[-1])).indices
         bonus = exit_candidates(logits, self.window, self.config.branches)
-        place = torch.arange(bonus.shape[1], device=bonus.device)
-        return place.repeat_interleave(bonus.shape[2])[None], bonus.flatten(1)
+        position = torch.arange(bonus.shape[1], device=bonus.device)
+        return position.repeat_interleave(bonus.shape[2])[None], bonus.flatten(1)
 
-    def _num_branches(self, k: int) -> int:
-        return max(1, (k + 1) * self.config.branches)
-
-    def _count(self, history: torch.Tensor, outcome: torch.Tensor, found: torch.Tensor) -> None:
+    def _count(self, history: Tensor, outcome: Tensor, found: Tensor) -> None:
         """Adds the rows that had branches and are not done; `outcome` [B] is the number of accepted tokens."""
         live = self.has_branches & (outcome >= 0)
         self.counts.rounds += int(live.sum())
         self.counts.reused += int((found & live).sum())
         if self.ranked is not None:
-            place = torch.arange(self.ranked.shape[1], device=history.device)
+            position = torch.arange(self.ranked.shape[1], device=history.device)
             committed = history.gather(
-                1, (self.base[:, None] + 1 + place).clamp_max(history.shape[1] - 1)
+                1, (self.base[:, None] + 1 + position).clamp_max(history.shape[1] - 1)
             )
             hit = (self.ranked == committed[..., None]).any(-1)
-            inside = live[:, None] & (place <= outcome[:, None])
+            inside = live[:, None] & (position <= outcome[:, None])
             self.counts.positions += int(inside.sum())
             self.counts.exit_hits += int((hit & inside).sum())
 
@@ -310,17 +304,17 @@ class ChosenBranch:
     """One branch of each row: its proposal and the numbers of its nodes [B, K]."""
 
     proposal: Proposal
-    nodes: torch.Tensor
+    nodes: Tensor
 
 
-def take_branch(branches: BranchSet, rows: torch.Tensor, number: torch.Tensor) -> ChosenBranch:
+def take_branch(branches: BranchSet, rows: Tensor, number: Tensor) -> ChosenBranch:
     """Branch `number` [B] of each of the `rows` [B], with the q that its tokens were drawn from."""
     q = None if branches.q is None else branches.q[rows, :, number]
     proposal = Proposal(branches.tokens[rows, :, number], q, finite=branches.finite[rows, number])
     return ChosenBranch(proposal, branches.nodes[:, number].T)
 
 
-def where_found(found: torch.Tensor, one: ChosenBranch, other: ChosenBranch) -> ChosenBranch:
+def where_found(found: Tensor, one: ChosenBranch, other: ChosenBranch) -> ChosenBranch:
     """`one` in the rows where `found` [B], `other` elsewhere."""
     q = None
     if one.proposal.q is not None and other.proposal.q is not None:

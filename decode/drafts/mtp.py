@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
@@ -42,7 +42,7 @@ NAMES_IN_FILES = {
 OWN_LAYER = "decoder.layers.0."
 EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"
 """In files, copies of the target's."""
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 class MtpModel(nn.Module):
@@ -50,10 +50,10 @@ class MtpModel(nn.Module):
 
     ids: None = None
 
-    def __init__(self, decoder: Any, head: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, decoder: Any, head: Callable[[Tensor], Tensor]):
         super().__init__()
         width = decoder.config.hidden_size
-        self.taps, self.head = HiddenStateSpec(final=True), head
+        self.aux_layers, self.head = HiddenStateSpec(final=True), head
         self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.decoder, self.max_positions = decoder, context_length(decoder.config)
@@ -64,28 +64,26 @@ class MtpModel(nn.Module):
         """The one layer."""
         return layer_stack(self.decoder)
 
-    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """[..., H] of token ids; `weight` is the target's embedding."""
         return F.embedding(tokens, weight)
 
-    def init_state(self, features: torch.Tensor) -> torch.Tensor:
+    def init_state(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., H] unchanged."""
         return features
 
-    def forward(
-        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def forward(self, state: Tensor, embeds: Tensor, position: Tensor, cache: Any) -> Tensor:
         """States and embeddings [B, T, H] at `position` [B, T] -> the states of the next tokens, normed.
 
         Keys and values go into `cache`; what attends to what is said by decode/model/attention.py.
         """
         pairs = self.fc(torch.cat([self.enorm(embeds), self.hnorm(state)], -1))
-        out: torch.Tensor = self.decoder(
+        out: Tensor = self.decoder(
             inputs_embeds=pairs, position_ids=position, use_cache=True, **{self.cache_name: cache}
         ).last_hidden_state
         return out
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor:
+    def logits(self, state: Tensor) -> Tensor:
         """[..., V] from a state that `forward` returned."""
         return self.head(state)
 
@@ -117,7 +115,7 @@ def last_layer(model: Any) -> Any:
 # ---- names in files ----
 
 
-def to_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+def to_files(tensors: Mapping[str, Tensor], number: int) -> Tensors:
     """The state dict of an MtpModel under the names of checkpoints, as layer `number` of its target.
 
     Experts that transformers keeps in one tensor are written one by one.
@@ -137,12 +135,12 @@ def to_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
     return {f"model.layers.{number}.{name}": value.clone() for name, value in found.items()}
 
 
-def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+def from_files(tensors: Mapping[str, Tensor], number: int) -> Tensors:
     """The inverse of `to_files`; an embedding and an LM head of the layer, if there are any, as EMBEDDING and HEAD."""
     back = {theirs: ours for ours, theirs in NAMES_IN_FILES.items()}
     prefix = f"layers.{number}."
     own: Tensors = {}
-    experts: dict[str, dict[int, torch.Tensor]] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
     for full, value in tensors.items():
         name = full.removeprefix("model.")
         if not name.startswith(prefix):
@@ -168,12 +166,6 @@ def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
     return own
 
 
-def further_layers(tensors: Mapping[str, torch.Tensor], number: int) -> list[int]:
-    """The numbers of other layers than `number` among the tensors of MTP layers."""
-    found = {int(m[1]) for name in tensors if (m := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
-    return sorted(found - {number})
-
-
 # ---- the draft ----
 
 LAYER_FIELDS = (
@@ -194,7 +186,7 @@ class MtpDraft(EagleDraft):
 
     net: MtpModel  # type: ignore[assignment]
 
-    def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _forward(self, state: Tensor, tokens: Tensor) -> Tensor:
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         with forward_context(self.kv_cache.slots):
             return self.net(state, embeds, self._positions(), self.kv_cache)
@@ -227,7 +219,8 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     embedding, matrix = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     layouts.take_copy(path, own, EMBEDDING, embedding, "an embedding")
     layouts.take_copy(path, own, HEAD, matrix, "an output matrix")
-    further = further_layers(tensors, depth)
+    layer_name = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+    further = sorted({int(m[1]) for name in tensors if (m := layer_name.match(name))} - {depth})
     if further:
         warnings.warn(
             f"draft {path!r} has MTP layers {further} too, which are not read: layer {depth} drafts every token",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
@@ -34,7 +34,7 @@ from decode.drafts.early_exit import check_device
 from decode.drafts.swift_search import SkipSearch, SwiftConfig, load_search
 from decode.model.cut_layers import output_counts
 from decode.model.layer_stack import (
-    check_whole,
+    check_all_weights,
     layer_stack,
     layer_stack_name,
     shallow_copy,
@@ -66,14 +66,14 @@ def from_bits(bits: str) -> SkipSet:
     return SkipSet(*found)
 
 
-class Nothing(nn.Module):
+class SkippedSublayer(nn.Module):
     """Takes the place of a sub-layer and adds zero to the residual stream, in the form in which that returns it."""
 
     def __init__(self, returns_tuple: bool):
         super().__init__()
         self.returns_tuple = returns_tuple
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         zeros = torch.zeros_like(hidden_states)
         return (zeros, None) if self.returns_tuple else zeros
 
@@ -88,7 +88,7 @@ class SublayerSkipper:
     def __init__(self, model: Any):
         config = model.config.get_text_config(decoder=True)
         self.model, self.layers = model, list(layer_stack(model))
-        check_whole(self.layers)
+        check_all_weights(self.layers)
         shares_keys = bool(config.to_dict().get("num_kv_shared_layers"))
         names = [
             (_child(layer, ATTENTION_NAMES), _child(layer, MLP_NAMES)) for layer in self.layers
@@ -113,9 +113,9 @@ class SublayerSkipper:
             if number in skipped.attention or number in skipped.mlp:
                 layer = shallow_copy(layer)
             if number in skipped.attention:
-                layer._modules[attention] = Nothing(True)
+                layer._modules[attention] = SkippedSublayer(True)
             if number in skipped.mlp:
-                layer._modules[mlp] = Nothing(self.mlp_outputs[number] > 0)
+                layer._modules[mlp] = SkippedSublayer(self.mlp_outputs[number] > 0)
             layers.append(layer)
         return with_module(self.model, layer_stack_name(self.model), nn.ModuleList(layers))
 
@@ -167,11 +167,7 @@ class SwiftDraft(Draft):
         self.runner.share_kv_cache(self.target.runner)
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         for at, count in torch.stack([row, length], 1).tolist():
             self.texts[at], self.prompts[at] = [], count
@@ -179,7 +175,7 @@ class SwiftDraft(Draft):
     def on_commit(self, row: int, tokens: list[int]) -> None:
         self.texts[row] += tokens
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         self._search_once()
         last = history.gather(1, length[:, None] - 1)
         logits = self.runner.step(last, length - 1)[:, -1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object, write_atomically
@@ -173,7 +174,7 @@ def best_in_pool(tried: dict[str, float], pool: Sequence[str]) -> str:
     return pool[int(bound.argmax())]
 
 
-def _as_numbers(sets: Sequence[str]) -> torch.Tensor:
+def _as_numbers(sets: Sequence[str]) -> Tensor:
     """[n, size] float64 of sets."""
     rows: list[list[Any]] = [[int(digit) for digit in bits] for bits in sets]
     return torch.tensor(rows, dtype=torch.float64)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.base import (
@@ -26,7 +27,7 @@ class DraftWrapper(Draft):
 
     def __init__(self, inner: Draft):
         self.inner, self.on_host = inner, inner.on_host
-        self.name, self.taps, self.shape = inner.name, inner.taps, inner.shape
+        self.name, self.aux_layers, self.shape = inner.name, inner.aux_layers, inner.shape
         self.may_be_empty, self.eager_only = inner.may_be_empty, inner.eager_only
         self.context = inner.context
 
@@ -42,15 +43,11 @@ class DraftWrapper(Draft):
     def kv_caches(self) -> list[StaticKVCache]:
         return self.inner.kv_caches()
 
-    def state_tensors(self) -> list[torch.Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         return self.inner.state_tensors()
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         self.inner.prefill(row, prompts, length, features)
 
@@ -60,19 +57,19 @@ class DraftWrapper(Draft):
     def on_commit(self, row: int, tokens: list[int]) -> None:
         self.inner.on_commit(row, tokens)
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.inner.update_hidden_states(features, count)
 
     def state_reader(self) -> Draft:
         return self.inner.state_reader()
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return self.inner.propose(history, length, k)
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.skip(history, length, k)
 
-    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         return self.inner.plan_round(history, length, k)
 
     def parts(self) -> list[Draft]:
@@ -92,7 +89,7 @@ class RecordingDraft(DraftWrapper):
         super().__init__(inner)
         self.proposals: list[Proposal] = []
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history, length, k)
         q = None if proposal.q is None else proposal.q.clone()
         self.proposals.append(Proposal(proposal.tokens.clone(), q, proposal.tree, proposal.finite))
@@ -112,29 +109,25 @@ class CrossDeviceDraft(DraftWrapper):
         self.device, self.target_device = device, target_device
 
     def begin_batch(self, request: DraftContext) -> None:
-        def choose(weights: torch.Tensor) -> torch.Tensor:
+        def choose(weights: Tensor) -> Tensor:
             return request.choose(weights.to(self.target_device)).to(self.device)
 
         self.inner.begin_batch(replace(request, choose=choose))
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         device = self.device
         moved = None if features is None else features.to(device)
         self.inner.prefill(row.to(device), prompts.to(device), length.to(device), moved)
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.inner.update_hidden_states(features.to(self.device), count.to(self.device))
 
     def state_reader(self) -> Draft:
         return self
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history.to(self.device), length.to(self.device), k)
         return Proposal(
             proposal.tokens.to(self.target_device),
@@ -143,7 +136,7 @@ class CrossDeviceDraft(DraftWrapper):
             None if proposal.finite is None else proposal.finite.to(self.target_device),
         )
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.skip(history.to(self.device), length.to(self.device), k)
 
     def _to_target_device(self, tree: TokenTree) -> TokenTree:
@@ -183,11 +176,7 @@ class TwoSourceDraft(DraftWrapper):
         self.inner.begin_batch(request)
 
     def prefill(
-        self,
-        row: torch.Tensor,
-        prompts: torch.Tensor,
-        length: torch.Tensor,
-        features: torch.Tensor | None,
+        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
     ) -> None:
         self.lookup.prefill(row, prompts, length, None)
         self.inner.prefill(row, prompts, length, features)
@@ -196,7 +185,7 @@ class TwoSourceDraft(DraftWrapper):
         self.lookup.on_commit(row, tokens)
         self.inner.on_commit(row, tokens)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         copied = self.lookup.propose(history, length, k).tokens
         found = copied[:, 0] != NO_DRAFT
         settled = found
@@ -225,12 +214,12 @@ class TwoSourceDraft(DraftWrapper):
     def parts(self) -> list[Draft]:
         return [self, *self.lookup.parts(), *self.inner.parts()]
 
-    def _discard_draws(self, length: torch.Tensor, k: int) -> None:
+    def _discard_draws(self, length: Tensor, k: int) -> None:
         """Draws as many random numbers as `inner` does for a chain of k tokens."""
         discard_draws(self.request, length, k)
 
 
-def point_masses(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def point_masses(tokens: Tensor, vocab_size: int) -> Tensor:
     """[B, K, V] with 1 at each of the tokens [B, K]; what stands at NO_DRAFT is never read."""
     q = torch.zeros(*tokens.shape, vocab_size, device=tokens.device)
     return q.scatter_(-1, tokens.clamp_min(0)[..., None], 1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.causal import CausalDraft, RecurrentDraft
+from decode.drafts.causal import LanguageModelDraft
 from decode.model.loading import Target
 from decode.model.vision import ImageInputs
 from decode.model.vocabularies import check_embedded
@@ -63,11 +63,10 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
     target's pass, and a target that takes neither."""
     for part in draft.parts():
         own = part.target is None or part.target.runner.model is target.runner.model
-        if (
-            not own
-            or part.tokenizer not in ("", target.fingerprint)
-            or not _has_vocabulary(part, target)
-        ):
+        fits = part.tokenizer in ("", target.fingerprint)
+        if isinstance(part, LanguageModelDraft):
+            fits = fits and part.runner.vocab_size == target.runner.vocab_size
+        if not (own and fits):
             raise UserError(
                 f"draft {draft.name!r} was loaded for another target than {target.name!r}: load it again for this one"
             )
@@ -82,13 +81,6 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
         raise UserError(
             f"target {target.name!r} has recurrent layers, and draft {draft.name!r} {reason}"
         )
-
-
-def _has_vocabulary(draft: Draft, target: Target) -> bool:
-    """Whether a language model as draft gives as many logits as the target."""
-    if not isinstance(draft, CausalDraft | RecurrentDraft):
-        return True
-    return draft.runner.vocab_size == target.runner.vocab_size
 
 
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # ---- torch.compile ----
 
@@ -57,7 +58,7 @@ def filter_guards(guards: Sequence[Any]) -> list[bool]:
     """Dynamo guard filter: True for guards that are checked before each call. All 2,600 would take a tenth of a round.
 
     Left out are other libraries' globals, packed weights and everything inside a model's layers after the first:
-    weights are inputs; models differ in their first layer, the number of layers and each layer's hooks, the taps.
+    weights are inputs; models differ in their first layer, the number of layers and each layer's hooks, the aux_layers.
     """
     return [
         guard.name.endswith("SETTINGS.split_kv")
@@ -83,7 +84,7 @@ def graph_pool() -> Any:
 
 
 @contextmanager
-def put_back(changed: Sequence[torch.Tensor]) -> Iterator[None]:
+def put_back(changed: Sequence[Tensor]) -> Iterator[None]:
     """Whatever the block does to these tensors, in place, is undone at its end."""
     kept = [tensor.clone() for tensor in changed]
     yield
@@ -100,10 +101,7 @@ class CudaGraphRunner:
 
     @torch.inference_mode()  # `changed` may be inference tensors, which nothing else may write to
     def __init__(
-        self,
-        run: Callable[[], torch.Tensor],
-        changed: Sequence[torch.Tensor],
-        keep_alive: Sequence[Any] = (),
+        self, run: Callable[[], Tensor], changed: Sequence[Tensor], keep_alive: Sequence[Any] = ()
     ):
         self.keep_alive = run, *keep_alive
         with torch.cuda.device(changed[0].device), put_back(changed):
@@ -118,7 +116,7 @@ class CudaGraphRunner:
                 self.out = run()
 
     @torch.inference_mode()
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Tensor:
         """Replays the graph and returns a copy of its result, which the next replay does not overwrite."""
         self.graph.replay()
         return self.out.clone()
@@ -130,7 +128,7 @@ class AsyncHostCopy:
     `.tolist()` of a tensor on the device would wait for the whole queue, including the round after it.
     """
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: Tensor):
         self.host = tensor
         self.copy_done: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -138,8 +136,7 @@ class AsyncHostCopy:
             self.host.copy_(tensor, non_blocking=True)
             self.copy_done = torch.cuda.current_stream(tensor.device).record_event()
 
-    def wait(self) -> torch.Tensor:
-        """The tensor on the host."""
+    def wait(self) -> Tensor:
         if self.copy_done is not None:
             self.copy_done.synchronize()
         return self.host

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.in_use import Request
@@ -102,12 +103,12 @@ class SpeculativeEngine:
         )
         self.max_slots = 1 if draft is None else draft.max_slots(k)
         # a round is read while the next one runs
-        self.lag = int(self.device.type == "cuda" and not self.on_host)
+        self.rounds_ahead = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.longest = k  # the largest `k` so far, for which the buffers of chains have room
         # by K and the tokens that a round drafts at most, all over `captured_buffers`
         self.graphs: dict[tuple[int, int], CudaGraphRunner] = {}
-        self.captured_buffers: list[SlotMapping | torch.Tensor] = []
+        self.captured_buffers: list[SlotMapping | Tensor] = []
         self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
         if self.device.type == "cpu":
@@ -220,7 +221,7 @@ class SpeculativeEngine:
         if self.grows:
             slots = self.slots_of_prompts(prompts[:rows])
         state, config = self._prepare_batch(rows, size, slots, choose, extra)
-        lag = 0 if phases is not None or matchers is not None else self.lag
+        rounds_ahead = 0 if phases is not None or matchers is not None else self.rounds_ahead
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
         requests: list[ActiveRequest | None] = [None] * rows
         # launched rounds whose results were not read yet
@@ -253,13 +254,13 @@ class SpeculativeEngine:
             if all(r.finished for r in begun):
                 return
             longest = max(r.length for r in begun)  # rows that are done still draft
-            self._provide_slots(state, longest + (lag + 2) * self.max_slots + 2)
+            self._provide_slots(state, longest + (rounds_ahead + 2) * self.max_slots + 2)
             shortest = min(r.length for r in begun if not r.finished)
             skip = draft is not None and can_skip(draft, shortest, config)
-            start = time.perf_counter() if lag else synchronized_time(device)
+            start = time.perf_counter() if rounds_ahead else synchronized_time(device)
             round_ = self._launch_round(state, config, phases, skip)
             in_flight.append((round_, list(requests), start))
-            if len(in_flight) > lag:
+            if len(in_flight) > rounds_ahead:
                 records = self._collect_round(*in_flight.popleft())
                 if phases is not None:
                     phases.total += time.perf_counter() - start
@@ -274,7 +275,9 @@ class SpeculativeEngine:
         if self.mode == "eager":
             return self.slots_of_prompts(prompts)
         limit = min(max(map(len, prompts)) + max_new_tokens, self.target.runner.context)
-        return _round_up_to_power_of_two(limit + self.spare_slots())
+        size = limit + self.spare_slots()
+        # A power of two: few different shapes, so that few are compiled.
+        return max(BUCKET, 1 << (size - 1).bit_length())
 
     def slots_of_prompts(self, prompts: list[list[int]]) -> int:
         """Slots a row of KV buffers that grow, for these prompts and a round."""
@@ -282,7 +285,7 @@ class SpeculativeEngine:
 
     def spare_slots(self) -> int:
         """Slots beyond a row's tokens that rounds may write: rows that are done still draft."""
-        return (self.lag + 2) * self.max_slots + 2
+        return (self.rounds_ahead + 2) * self.max_slots + 2
 
     @torch.inference_mode()
     def _prepare_batch(
@@ -299,7 +302,9 @@ class SpeculativeEngine:
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
         self.target.runner.allocate(rows, slots)
-        self.target.runner.capture_hidden_states(None if self.draft is None else self.draft.taps)
+        self.target.runner.capture_hidden_states(
+            None if self.draft is None else self.draft.aux_layers
+        )
         context = DraftContext(
             rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
@@ -309,7 +314,7 @@ class SpeculativeEngine:
         if self.draft is not None:
             self.draft.begin_batch(context)
         for cache in self._kv_caches():  # an eager engine of the same target may have hidden some
-            cache.slots.show(slots)
+            cache.slots.limit_to(slots)
         return self.state, config
 
     @torch.inference_mode()
@@ -321,7 +326,7 @@ class SpeculativeEngine:
         seeds: list[int],
         choose: Sampler | None,
         images: Sequence[ImageInputs | None] | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Prefills the prompts of `new` requests into their rows, beside running rows.
 
         Returns [b, 2]: the first tokens, and 1 where the logits were numbers.
@@ -339,7 +344,7 @@ class SpeculativeEngine:
         tokens = padded.to(device)
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
-        prefill: Callable[..., torch.Tensor] = self.target.runner.prefill
+        prefill: Callable[..., Tensor] = self.target.runner.prefill
         if images is not None:
             prefill = partial(prefill, images=[images[request.prompt] for request in new.values()])
         logits = prefill(tokens, length, row)
@@ -350,7 +355,7 @@ class SpeculativeEngine:
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
         if self.draft is not None:
-            features = None if self.draft.taps is None else self.target.runner.features
+            features = None if self.draft.aux_layers is None else self.target.runner.features
             self.draft.prefill(row, tokens, length, features)
         limit = torch.tensor([request.limit for request in new.values()], device=device)
         state.reset_rows(row, tokens, length, first, limit, self.target.eos_ids)
@@ -376,7 +381,7 @@ class SpeculativeEngine:
         changed = [state.history, state.length, state.done, self.rng.draws]
         if self.draft is not None:
             changed += self.draft.state_tensors()
-        buffers: list[SlotMapping | torch.Tensor] = [
+        buffers: list[SlotMapping | Tensor] = [
             *(cache.slots for cache in self._kv_caches()),
             *changed,
         ]
@@ -418,7 +423,7 @@ class SpeculativeEngine:
                 self.draft.reserve(size)
         if self.mode == "eager":
             for cache in self._kv_caches():
-                cache.slots.show(size)
+                cache.slots.limit_to(size)
 
     def _collect_round(
         self, results: AsyncHostCopy, requests: list[ActiveRequest | None], start: float
@@ -434,7 +439,7 @@ class SpeculativeEngine:
             self._check_finite(request, row.target_finite, row.draft_finite)
             forced: list[bool] = []
             if self.constraint is not None:
-                forced = self.constraint.forced_places(at, row.proposed)
+                forced = self.constraint.forced_positions(at, row.proposed)
             tokens = self._append(request, at, row.tokens)
             if self.draft is not None:
                 self.draft.on_commit(at, tokens)
@@ -523,10 +528,4 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _round_up_to_bucket(size: int) -> int:
-    """The next multiple of BUCKET."""
     return -(-size // BUCKET) * BUCKET
-
-
-def _round_up_to_power_of_two(size: int) -> int:
-    """The next power of two, at least BUCKET: few different shapes, so that few are compiled."""
-    return max(BUCKET, 1 << (size - 1).bit_length())

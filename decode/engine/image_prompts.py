@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoProcessor
 
 from decode.common.errors import UserError, first_line
@@ -20,7 +20,7 @@ class ImagePrompt:
 
     ids: list[int]
     """Its tokens, with a run of placeholders for each image."""
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Tensor]
     """What else the model's forward takes for it."""
 
 
@@ -73,7 +73,7 @@ def encode_image_prompt(processor: Any, text: str, paths: Sequence[str]) -> Imag
         raise UserError(
             f"the target's processor refuses the prompt with its images: {first_line(error)}"
         ) from error
-    inputs = {name: value for name, value in encoded.items() if isinstance(value, torch.Tensor)}
+    inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
     ids: list[int] = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask", None)  # one row is not padded
     return ImagePrompt(ids, inputs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.constraints.rows import RowConstraints
 from decode.drafts.base import (
@@ -72,7 +73,7 @@ MAX_FORCED = 8
 
 
 def propose_with_forced_tokens(
-    draft: Draft, history: torch.Tensor, length: torch.Tensor, request: DraftContext
+    draft: Draft, history: Tensor, length: Tensor, request: DraftContext
 ) -> Proposal:
     """A chain of `request.k` tokens of the draft and up to `request.extra` forced ones behind it.
 
@@ -106,7 +107,7 @@ def propose_with_forced_tokens(
     return Proposal(tokens, q, finite=chain.finite)
 
 
-def add_forced_tokens(tokens: torch.Tensor, constraint: RowConstraints, limit: int) -> torch.Tensor:
+def add_forced_tokens(tokens: Tensor, constraint: RowConstraints, limit: int) -> Tensor:
     """[B, N'] from chains [B, N]: each goes on with the tokens that its grammar forces, up to `limit` tokens in all."""
     chains = []
     for row, ids in enumerate(tokens.tolist()):
@@ -141,10 +142,10 @@ class StepConfig:
 class BatchState:
     """B rows of token ids on the device, changed in place: a captured CUDA graph holds their addresses."""
 
-    history: torch.Tensor  # [B, S] committed ids; those from `length` on are stale
-    length: torch.Tensor  # [B]
-    limit: torch.Tensor  # [B] length at which a row ends
-    done: torch.Tensor  # [B] bool: the row does not change any more
+    history: Tensor  # [B, S] committed ids; those from `length` on are stale
+    length: Tensor  # [B]
+    limit: Tensor  # [B] length at which a row ends
+    done: Tensor  # [B] bool: the row does not change any more
 
     @staticmethod
     @torch.inference_mode()
@@ -156,19 +157,12 @@ class BatchState:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Makes all rows empty and done."""
         self.length.fill_(2)
         self.limit.fill_(2)
         self.done.fill_(True)
 
     def reset_rows(
-        self,
-        row: torch.Tensor,
-        tokens: torch.Tensor,
-        length: torch.Tensor,
-        first: torch.Tensor,
-        limit: torch.Tensor,
-        eos: torch.Tensor,
+        self, row: Tensor, tokens: Tensor, length: Tensor, first: Tensor, limit: Tensor, eos: Tensor
     ) -> None:
         """Rows `row` [b] start with prompts [b, W] of `length` [b], their `first` token [b] and `limit` [b]."""
         self.history[row, : tokens.shape[1]] = tokens
@@ -178,7 +172,6 @@ class BatchState:
         self.done[row] = (first[:, None] == eos).any(1) | (length + 1 >= limit)
 
     def reserve(self, size: int) -> None:
-        """Enlarges the history to `size` tokens a row."""
         longer = self.history.new_zeros(len(self.history), size)
         longer[:, : self.history.shape[1]] = self.history
         self.history = longer
@@ -209,7 +202,7 @@ def run_round(
     compiled: bool = False,
     phases: PhaseTimes | None = None,
     skip_draft: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Runs one round on `state` and returns its results [B, 5 + levels + N], which `read_results` decodes.
 
     With `skip_draft` the draft is not asked: no row that is being decoded is within its context any more.
@@ -223,7 +216,9 @@ def run_round(
     start = synchronized_time(device, phases)
     context, constrained = target.runner.context, config.constrained
     if draft is not None and skip_draft:
-        proposal = draft_nothing(state, config, config.k if draft.shape is None else 0)
+        # In vain, as where it is asked: a row's random numbers depend on no other row.
+        discard_draws(config, state.length, config.k if draft.shape is None else 0)
+        proposal = Proposal(state.history[:, :0], None)
     elif draft is None or constrained is None:
         proposal = draft_part(draft, state, config.k, context)
     else:
@@ -237,7 +232,7 @@ def run_round(
     if compiled and proposal.tokens.shape[1] > 0:
         proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
-    reader = draft.state_reader() if draft is not None and draft.taps is not None else None
+    reader = draft.state_reader() if draft is not None and draft.aux_layers is not None else None
     with nullcontext() if draft is None else draft.during_verification():
         results = target_part(target, state, proposal, config, reader)
     if phases is not None:
@@ -266,12 +261,6 @@ def can_skip(draft: Draft, shortest: int, config: StepConfig) -> bool:
     return beyond and config.constrained is None and not draft.eager_only
 
 
-def draft_nothing(state: BatchState, config: StepConfig, draws: int) -> Proposal:
-    """An empty proposal that uses up the random numbers of `draws` tokens: a row's text depends on no other row."""
-    discard_draws(config, state.length, draws)
-    return Proposal(state.history[:, :0], None)
-
-
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
     """A chain without the columns in which no row has a token; compiled code keeps all columns unless all are empty,
     so that it has two shapes.
@@ -290,10 +279,10 @@ def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
 
 def verify_and_commit(
     target: Target, state: BatchState, proposal: Proposal, config: StepConfig, reader: Draft | None
-) -> torch.Tensor:
+) -> Tensor:
     """Verifies in one pass of the target, accepts and commits. Returns the results, as `run_round`.
 
-    `reader` is the draft if it has `taps`: it gets the target's hidden states of the accepted path.
+    `reader` is the draft if it has `aux_layers`: it gets the target's hidden states of the accepted path.
     """
     root = state.history.gather(1, state.length[:, None] - 1)
     fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)
@@ -311,7 +300,7 @@ def verify_and_commit(
     return commit(state, proposal, result, target.eos_ids, has_finite_logits(logits))
 
 
-def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> VerificationResult:
+def verify(proposal: Proposal, logits: Tensor, config: StepConfig) -> VerificationResult:
     """Which drafted tokens stay and what follows them, by the registered rule `config.rule`.
 
     Logits of tokens that a grammar forbids become -inf before temperature, top-k and top-p.
@@ -332,12 +321,8 @@ def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> Veri
 
 
 def commit(
-    state: BatchState,
-    proposal: Proposal,
-    result: VerificationResult,
-    eos: torch.Tensor,
-    finite: torch.Tensor,
-) -> torch.Tensor:
+    state: BatchState, proposal: Proposal, result: VerificationResult, eos: Tensor, finite: Tensor
+) -> Tensor:
     """Appends accepted tokens and bonus to the history, updates lengths and ends rows. Returns the round's results.
 
     `finite` [B] tells whether the target's logits were numbers; it is passed on to the results. A row that is done
@@ -352,9 +337,9 @@ def commit(
     emitted = torch.cat([chosen, result.bonus[:, None]], 1)
     # [B, levels + 1]
     emitted = emitted.scatter(1, result.accepted[:, None], result.bonus[:, None])
-    place = torch.arange(emitted.shape[1], device=emitted.device)
-    state.history.scatter_(1, state.length[:, None] + place, emitted)
-    is_new = place <= result.accepted[:, None]
+    position = torch.arange(emitted.shape[1], device=emitted.device)
+    state.history.scatter_(1, state.length[:, None] + position, emitted)
+    is_new = position <= result.accepted[:, None]
     ended = ((emitted[..., None] == eos).any(-1) & is_new).any(-1)
     length = state.length + (result.accepted + 1).masked_fill(state.done, 0)
     state.length.copy_(length)
@@ -378,7 +363,7 @@ class RowResult:
     draft_finite: bool
 
 
-def read_results(results: torch.Tensor) -> list[RowResult]:
+def read_results(results: Tensor) -> list[RowResult]:
     """The rows of a round's results: the only read of a device tensor in a round."""
     return [
         RowResult(

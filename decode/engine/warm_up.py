@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from itertools import islice
 
-import torch
+from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.wrappers import DraftWrapper
@@ -35,7 +35,7 @@ def run_first_rounds(
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
-    may_be_empty = draft is not None and (draft.taps is None or draft.may_be_empty)
+    may_be_empty = draft is not None and (draft.aux_layers is None or draft.may_be_empty)
     if compiled_on_cpu and draft is not None and draft.shape is None and may_be_empty:
         for drafts in (True, False):
             other = copy.copy(engine)
@@ -55,7 +55,7 @@ class ForcedDraft(DraftWrapper):
         self.on_host = True
         self.drafts = drafts
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history, length, k)
         tokens = (
             proposal.tokens.clamp_min(0) if self.drafts else proposal.tokens.clamp_max(NO_DRAFT)

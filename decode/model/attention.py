@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface
 
 from decode.common.errors import UserError
@@ -105,7 +106,7 @@ def forward_context(slots: SlotMapping) -> Iterator[None]:
 
 
 @contextmanager
-def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
+def packed_documents(numbers: Tensor | None) -> Iterator[None]:
     """While the block runs, attention outside `forward_context` stays within the texts of these `numbers` [B, T].
 
     None: each line of the batch is one text.
@@ -163,7 +164,7 @@ def _mask_of_the_forward() -> tuple[AbstractContextManager[None], AbstractContex
     return nullcontext(), masked_by(current_forward().mask)
 
 
-def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _causal_mask(count: int, window: int | None, device: torch.device) -> Tensor:
     """[T, T] bool, True = attend: causal attention among T = `count` tokens, within `window` positions."""
     position = torch.arange(count, device=device)
     distance = position[:, None] - position
@@ -172,18 +173,18 @@ def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.
 
 def attention_forward(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
 
     Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
@@ -240,15 +241,15 @@ def attention_forward(
 
 
 def _training_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: AttentionMask,
     window: int | None,
     scaling: float | None,
     softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
+    s_aux: Tensor | None,
+) -> Tensor:
     """query [B, H, T, D] over key and value [B, Hkv, S, D] under `mask`, by SETTINGS.method -> [B, H, T, Dv].
 
     flex_attention has no soft cap and no sinks here: layers with them attend a block of queries at a time.
@@ -269,14 +270,14 @@ def _training_attention(
 
 
 def _masked_attention(
-    packed: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
+    packed: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
     scaling: float | None,
     softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
+    s_aux: Tensor | None,
+) -> Tensor:
     """packed [B, Hkv, groups * T, D] over key and value [B, Hkv, S, D] where `mask` -> [B, Hkv, groups * T, Dv]."""
     if _products_are_faster(key):
         # Of a part of the buffers' slots the product takes up to 8 times as long.
@@ -296,7 +297,7 @@ def _masked_attention(
     return torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
-def _products_are_faster(key: torch.Tensor) -> bool:
+def _products_are_faster(key: Tensor) -> bool:
     """Whether two matrix products beat torch's fused attention over `key` [B, Hkv, S, D].
 
     On a CPU that kernel multiplies 16-bit numbers slowly: one query a row over 32 rows of 384 slots takes it three

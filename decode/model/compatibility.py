@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from decode.common.errors import UserError, first_line
@@ -140,7 +141,6 @@ def check_trial_pass(model: Any, layers: int) -> None:
 
 
 def refusal(config: Any, reason: str) -> UserError:
-    """The UserError for a model that cannot be decoded; `reason` says what it does or has."""
     return UserError(f"this {config.model_type} model cannot be decoded: it {reason}")
 
 
@@ -218,7 +218,7 @@ def position_limit(config: Any) -> int | None:
     return min([*named, *original], default=None)
 
 
-def logits_agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+def logits_agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits of the same shape, computed in `dtype` in two ways, differ by no more than rounding explains where
     the `wanted` ones are finite."""
     finite = wanted.isfinite()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig
 
 from decode.common.files import read_json_object, write_atomically
@@ -185,14 +186,13 @@ def _file_digests(path: str, size: int, *state: int) -> dict[str, str]:
         hashes = pool.map(lambda name: tensor_digest(tensors.get_tensor(name)), names)
         digests = dict(zip(names, hashes, strict=True))
     if size >= CACHED_BYTES:
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk, say: the next process reads the file again
+        # A full disk, say: the next process reads the file again
+        with contextlib.suppress(OSError):
             write_atomically(kept, json.dumps(digests))
     return digests
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """A hash of shape and values; floating-point values count in the first of EXACT_DTYPES that holds them all."""
     chunks = tensor.reshape(-1).split(CHUNK)
     dtype = tensor.dtype
@@ -204,7 +204,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return sha.hexdigest()
 
 
-def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
+def _holds(dtype: torch.dtype, values: Tensor) -> bool:
     """Whether every value is one of `dtype`; the last of EXACT_DTYPES holds NaN as well."""
     if values.dtype == dtype or values.element_size() == 1 or dtype == EXACT_DTYPES[-1]:
         return True

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.model.layer_stack import layer_stack
@@ -21,25 +22,25 @@ class HiddenStateSpec:
     """The input of the LM head, after the final norm."""
 
 
-def check_taps(taps: HiddenStateSpec, depth: int) -> None:
+def check_aux_layers(aux_layers: HiddenStateSpec, depth: int) -> None:
     """UserError for a layer that a target of `depth` layers does not have."""
-    for i in taps.layers:
+    for i in aux_layers.layers:
         if not 0 <= i < depth:
             raise UserError(f"no layer {i} to tap: this target has layers 0 to {depth - 1}")
 
 
 class HiddenStateHooks:
-    """Hooks on `model` that keep the hidden states `taps` of each forward until `states` returns them.
+    """Hooks on `model` that keep the hidden states `aux_layers` of each forward until `states` returns them.
 
     UserError for a layer that the model does not have.
     """
 
-    def __init__(self, model: Any, taps: HiddenStateSpec):
-        self.captured: dict[int, torch.Tensor] = {}
+    def __init__(self, model: Any, aux_layers: HiddenStateSpec):
+        self.captured: dict[int, Tensor] = {}
         stack = layer_stack(model)
-        check_taps(taps, len(stack))
-        modules = [stack[i] for i in taps.layers]
-        modules += [model.get_output_embeddings()] if taps.final else []
+        check_aux_layers(aux_layers, len(stack))
+        modules = [stack[i] for i in aux_layers.layers]
+        modules += [model.get_output_embeddings()] if aux_layers.final else []
         self.count, self.device = len(modules), model.device
         self.handles = [
             module.register_forward_pre_hook(partial(self._keep, number), with_kwargs=True)
@@ -51,7 +52,7 @@ class HiddenStateHooks:
     ) -> None:
         self.captured[number] = args[0] if args else kwargs["hidden_states"]
 
-    def states(self) -> torch.Tensor:
+    def states(self) -> Tensor:
         """[B, T, F] all captured states of the last forward along the last dimension. They are released here."""
         captured = [self.captured[number].to(self.device) for number in range(self.count)]
         states = torch.cat(captured, -1)
@@ -59,7 +60,6 @@ class HiddenStateHooks:
         return states
 
     def remove(self) -> None:
-        """Removes the hooks from the model."""
         for handle in self.handles:
             handle.remove()
 
@@ -73,7 +73,7 @@ class LogitTransform:
         self.scale = float(multiplier or 1.0) / float(divisor or 1.0)
         self.cap: float | None = config.get("final_logit_softcapping")
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -87,10 +87,7 @@ class LMHead:
     """
 
     def __init__(
-        self,
-        model: Any,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, model: Any, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ):
         # A layer of its own: hooks on the model's would take this for a forward of the model.
         own = model.get_output_embeddings()
@@ -104,7 +101,7 @@ class LMHead:
         self.linear: torch.nn.Linear = holder["head"]  # type: ignore[assignment]
         self.transform = LogitTransform(model)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         return self.transform(self.linear(states.to(self.linear.weight.dtype)))
 
 
@@ -119,16 +116,16 @@ class HiddenStateBuffer:
         self.states = torch.zeros(rows, count, width, device=device, dtype=dtype)
         self.offsets = torch.arange(count, device=device)
 
-    def reset_rows(self, row: torch.Tensor, features: torch.Tensor, length: torch.Tensor) -> None:
+    def reset_rows(self, row: Tensor, features: Tensor, length: Tensor) -> None:
         """Sets rows `row` [b] to the end of prompts of `length` [b] whose states are features [b, W, F]."""
         at = (length[:, None] - len(self.offsets) + self.offsets).clamp_min(0)
         self.states[row] = _gather_positions(features, at).to(self.states.dtype)
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         """Appends the first `count` [B] states of features [B, P, F], those of the next tokens of each row."""
         both = torch.cat([self.states, features.to(self.states.dtype)], 1)
         self.states.copy_(_gather_positions(both, count[:, None] + self.offsets))
 
 
-def _gather_positions(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather_positions(states: Tensor, index: Tensor) -> Tensor:
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))

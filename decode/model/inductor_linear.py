@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor import config
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
@@ -20,7 +21,7 @@ def block_outputs() -> int:
 
 
 @torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
 
     Of its own lowering of oneDNN's product inductor demands that weights are constants of the code.
@@ -29,7 +30,7 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 
 @packed_linear.register_fake
-def _(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
@@ -54,13 +55,13 @@ def once(multiply: Callable[[], Any]) -> Any:
 
 
 @torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
-def blocked_linear(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def blocked_linear(x: Tensor, blocks: Tensor) -> Tensor:
     """x [..., K], which has M rows, times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
     return torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(len(blocks), -1, -1), blocks)
 
 
 @blocked_linear.register_fake
-def _(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _(x: Tensor, blocks: Tensor) -> Tensor:
     return x.new_empty(len(blocks), x.shape[:-1].numel(), blocks.shape[2])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -17,12 +18,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class TreeNodes:
     """The T of a token tree's N nodes that a forward computes. All tensors have a leading dimension b, or 1 for all."""
 
-    index: torch.Tensor  # [1|b, T] node numbers; node n is in slot base + n
-    depth: torch.Tensor  # [1|b, N] of every node so far; the position of a node is base + depth
-    ancestor_mask: torch.Tensor  # [1|b, T, N] bool: the ancestors of each computed node, and itself
+    index: Tensor  # [1|b, T] node numbers; node n is in slot base + n
+    depth: Tensor  # [1|b, N] of every node so far; the position of a node is base + depth
+    ancestor_mask: Tensor  # [1|b, T, N] bool: the ancestors of each computed node, and itself
 
     @property
-    def index_depth(self) -> torch.Tensor:
+    def index_depth(self) -> Tensor:
         """[b, T] the depths of the computed nodes."""
         rows = max(len(self.index), len(self.depth))
         return self.depth.expand(rows, -1).gather(1, self.index.expand(rows, -1))
@@ -32,18 +33,18 @@ class TreeNodes:
 class SplitKVMetadata:
     """The slots that T tokens of B rows attend to, for a kernel that reads no others (split_kv_attention.py)."""
 
-    first: torch.Tensor  # [B] the first slot that any token of the row attends to
-    live: torch.Tensor  # [B] one behind the last such slot
-    seen: torch.Tensor  # [B, T] each token attends to the slots before this one, within the window
-    position: torch.Tensor  # [B, T]
-    base: torch.Tensor  # [B] the slot of a tree's root
-    tail: torch.Tensor | None
+    first: Tensor  # [B] the first slot that any token of the row attends to
+    live: Tensor  # [B] one behind the last such slot
+    seen: Tensor  # [B, T] each token attends to the slots before this one, within the window
+    position: Tensor  # [B, T]
+    base: Tensor  # [B] the slot of a tree's root
+    tail: Tensor | None
     """[B, T, W] int64, 64 tree nodes a word: bit n % 64 of word n // 64 says that it attends to node n as well, which
     is in slot base + n."""
     window: int | None
 
 
-def bit_words(bits: torch.Tensor) -> torch.Tensor:
+def bit_words(bits: Tensor) -> Tensor:
     """[..., ceil(N / 64)] int64 of bits [..., N]: bit n % 64 of word n // 64 is that of n."""
     words = F.pad(bits, (0, -bits.shape[-1] % 64)).unflatten(-1, (-1, 64)).long()
     return (words << torch.arange(64, device=bits.device)).sum(-1)  # bit 63 is the sign
@@ -61,19 +62,19 @@ class SlotMapping:
         self.is_dynamic = False  # compiled code is of any number of slots
         self.set_positions(torch.zeros(rows, dtype=torch.long, device=device), 1)
 
-    def show(self, count: int) -> None:
+    def limit_to(self, count: int) -> None:
         """Later forwards attend to the first `count` slots alone, beyond which no row may reach.
 
-        Attention reads every slot that is shown, whether or not a row has a token there.
+        Attention reads each of these slots, whether or not a row has a token there.
         """
         self.slot = self.every_slot if count >= self.size else self.every_slot[:count]
 
     def set_positions(
         self,
-        base: torch.Tensor,
+        base: Tensor,
         count: int,
         *,
-        row: torch.Tensor | None = None,
+        row: Tensor | None = None,
         nodes: TreeNodes | None = None,
         is_prefill: bool = False,
     ) -> None:
@@ -88,10 +89,10 @@ class SlotMapping:
         # A step that starts before a row's first token repeats that token.
         self.write_slots = (base[:, None] + index).clamp_min(0)  # [b, T]
         self.position = self.write_slots if nodes is None else base[:, None] + nodes.index_depth
-        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
+        self.masks: dict[tuple[int | None, int], Tensor] = {}
         self.metadata: dict[int | None, SplitKVMetadata] = {}
 
-    def tensors(self) -> list[torch.Tensor | None]:
+    def tensors(self) -> list[Tensor | None]:
         """Everything that a forward reads of this object, in the same order in every forward."""
         tensors = [self.all_rows, self.row, self.slot, self.write_slots, self.position, self.base]
         if self.nodes is not None:
@@ -130,7 +131,7 @@ class SlotMapping:
             window=window,
         )
 
-    def mask(self, window: int | None, groups: int) -> torch.Tensor:
+    def mask(self, window: int | None, groups: int) -> Tensor:
         """[b, 1, groups * T, S] bool, True = attend: committed slots and a node's ancestors, within `window` positions.
 
         Positions differ from slots in a tree. The `groups` query heads that share a key head are packed along T, so
@@ -143,11 +144,11 @@ class SlotMapping:
             self.masks[key] = self._build_mask(window)[:, None].repeat(1, 1, groups, 1)
         return self.masks[key]
 
-    def _build_mask(self, window: int | None) -> torch.Tensor:
+    def _build_mask(self, window: int | None) -> Tensor:
         distance, allow = self.distances()
         return allow if window is None else allow & (distance < window)
 
-    def distances(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def distances(self) -> tuple[Tensor, Tensor]:
         """([b, T, S] positions from each slot to the token, bool [b, T, S]: the slot is committed, or an ancestor's).
 
         Distances to slots that are not visible mean nothing.
@@ -177,14 +178,14 @@ class StaticKVLayer(CacheLayerMixin):
     """
 
     is_compileable, is_sliding = True, False
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, slots: SlotMapping):
         super().__init__()
         self.slots = slots
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers in the dtype and with the heads of the first states."""
         shape = self.slots.rows, key_states.shape[1], self.slots.size
         # zeros, because 0 * garbage in masked slots could be NaN
@@ -193,8 +194,8 @@ class StaticKVLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes states [b, Hkv, T, D] to their slots; returns the keys and values [b, Hkv, S, D] to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -208,7 +209,7 @@ class StaticKVLayer(CacheLayerMixin):
         keys, values = keys[:, :, : len(slots.slot)], values[:, :, : len(slots.slot)]
         return (keys, values) if slots.row is None else (keys[row], values[row])
 
-    def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact_path(self, base: Tensor, path: Tensor) -> None:
         """Moves slots base + path [B, P] to base + 0..P-1. They overlap, so all are gathered before any is written."""
         base, path = base.to(self.keys.device), path.to(self.keys.device)
         row = self.slots.all_rows.to(self.keys.device)[:, None]
@@ -233,7 +234,7 @@ class StaticKVLayer(CacheLayerMixin):
         return self.slots.size, 0
 
 
-def _enlarged(buffer: torch.Tensor, slots: SlotMapping) -> torch.Tensor:
+def _enlarged(buffer: Tensor, slots: SlotMapping) -> Tensor:
     rows, heads, size, width = buffer.shape
     longer = buffer.new_zeros(rows, heads, slots.size, width)
     longer[:, :, :size] = buffer
@@ -248,13 +249,13 @@ class StaticKVCache(Cache):
         self.kv_layers = [StaticKVLayer(self.slots) for _ in range(layers)]
         super().__init__(layers=list(self.kv_layers))
 
-    def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact_path(self, base: Tensor, path: Tensor) -> None:
         """Calls `StaticKVLayer.compact_path` in every layer with K/V of its own; some use another layer's (gemma4)."""
         for layer in self.kv_layers:
             if layer.is_initialized:
                 layer.compact_path(base, path)
 
-    def write_rows(self, row: torch.Tensor, computed: Cache) -> None:
+    def write_rows(self, row: Tensor, computed: Cache) -> None:
         """Writes the K/V of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b].
 
         Layers of `computed` without any (gemma4's last ones use another layer's) are left out.
@@ -300,9 +301,7 @@ class StaticKVCache(Cache):
 class LayerCache(StaticKVCache):
     """What the layer `index` of `layers` sees of a cache: its own K/V buffers `keys` and `values` alone."""
 
-    def __init__(
-        self, slots: SlotMapping, keys: torch.Tensor, values: torch.Tensor, index: int, layers: int
-    ):
+    def __init__(self, slots: SlotMapping, keys: Tensor, values: Tensor, index: int, layers: int):
         layer = StaticKVLayer(slots)
         layer.keys, layer.values, layer.is_initialized = keys, values, True
         self.slots, self.kv_layers = slots, [layer]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
@@ -18,11 +19,6 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def text_decoder(model: Any) -> Any:
-    """The part of `model` that writes text: a causal LM itself, or the decoder beside an encoder or a vision part."""
-    return model if model.config is decoder_config(model) else model.get_decoder()
-
-
 def layer_stack(model: Any) -> torch.nn.ModuleList:
     """The decoder layers of a model: its one ModuleList of that length. UserError when that is not clear."""
     stack: torch.nn.ModuleList = model.get_submodule(layer_stack_name(model))
@@ -32,7 +28,8 @@ def layer_stack(model: Any) -> torch.nn.ModuleList:
 def layer_stack_name(model: Any) -> str:
     """The dotted name of `layer_stack` in `model`. ModuleLists inside a layer, such as its experts, do not count."""
     count = decoder_config(model).num_hidden_layers
-    decoder = text_decoder(model)
+    # A causal LM writes text itself; an encoder or a vision part has a decoder as its neighbour.
+    decoder = model if model.config is decoder_config(model) else model.get_decoder()
     names: list[str] = []
     for name, module in decoder.named_modules():  # a module comes before those in it
         inside = any(name.startswith(f"{outer}.") for outer in names)
@@ -50,24 +47,24 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """A copy of `model` that has only these of its decoder layers, and shares all weights and the config with it.
 
     Models look up a layer's type and its K/V cache by its index: layers keep their indices here. UserError as from
-    `check_whole`.
+    `check_all_weights`.
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
-    check_whole([stack[i] for i in layers])
+    check_all_weights([stack[i] for i in layers])
     return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
-def is_whole(module: torch.nn.Module) -> bool:
+def holds_all_weights(module: torch.nn.Module) -> bool:
     """Whether this process holds all weights of `module`: neither slices of them, nor hooks that fetch them."""
     weights = list(module.parameters())
     hooks = any("_hf_hook" in vars(part) for part in module.modules())  # those of accelerate
     return not any(isinstance(w, DTensor) or (w.is_meta and hooks) for w in weights)
 
 
-def check_whole(layers: Sequence[torch.nn.Module]) -> None:
-    """UserError for layers that are not `is_whole`."""
-    if not all(is_whole(layer) for layer in layers):
+def check_all_weights(layers: Sequence[torch.nn.Module]) -> None:
+    """UserError for layers that are not `holds_all_weights`."""
+    if not all(holds_all_weights(layer) for layer in layers):
         raise UserError(
             "this draft is made of the target's own layers, which placement spreads over processes or keeps on disk: "
             "leave placement.kind at single, or choose another draft"
@@ -134,11 +131,10 @@ def final_norm_name(model: Any) -> str:
 
 
 def with_final_norm(model: Any, norm: torch.nn.Module) -> Any:
-    """A copy of `model` with `norm` as its final norm; it shares the config and all other weights with it."""
     return with_module(model, final_norm_name(model), norm)
 
 
-def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
+def with_head_rows(model: Any, ids: Tensor) -> Any:
     """A copy of `model` that computes only the logits [.., Vd] of the tokens `ids` [Vd], and shares the config and all
     other weights with it. Its LM head is a copy of these rows: later changes of the model's do not reach it."""
     head = model.get_output_embeddings()

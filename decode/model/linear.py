@@ -13,6 +13,7 @@ from weakref import WeakSet
 import psutil
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.model.inductor_linear import HAS_VECTORS, block_outputs
 
@@ -26,9 +27,9 @@ class HasProduct(Protocol):
     """A layer that can multiply for all that share its product."""
 
     @property
-    def weight(self) -> torch.Tensor: ...
+    def weight(self) -> Tensor: ...
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N], the outputs of all layers one after the other."""
 
 
@@ -39,22 +40,22 @@ class FusedProduct(Generic[L]):
     """The product of one input [..., K] with the weights of several layers, which take their outputs in turn.
 
     The first layer that is called computes it. Only layers that are given the very same tensor take part of it: where
-    one is given another tensor, or is called before the first, `is_whole` is False from then on.
+    one is given another tensor, or is called before the first, `is_shared` is False from then on.
     """
 
     def __init__(self, layers: Sequence[L]):
         self.layers = layers
-        self.is_whole = True
-        self.held: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+        self.is_shared = True
+        self.held: tuple[Tensor, Sequence[Tensor]] | None = None
 
-    def output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+    def output(self, place: int, x: Tensor) -> Tensor | None:
         """[..., N] the output of layer number `place` for x, or None if that layer has to multiply by itself."""
         if place == 0:
             sizes = [len(layer.weight) for layer in self.layers]
             self.held = x, self.layers[0].product(x).split(sizes, -1)
         held = self.held  # read once: a pass in another thread may replace it
         if held is None or held[0] is not x:
-            self.is_whole, self.held = False, None
+            self.is_shared, self.held = False, None
             return None
         part = held[1][place]
         if place == len(self.layers) - 1:
@@ -124,12 +125,12 @@ class PackedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         vars(self).update(vars(linear))
         # Of the weights of all layers of `fused` while that is whole.
-        self.packed: torch.Tensor | None = None
-        self.packed_bias: torch.Tensor | None = None
-        self.blocks: torch.Tensor | None = None
+        self.packed: Tensor | None = None
+        self.packed_bias: Tensor | None = None
+        self.blocks: Tensor | None = None
         self.start = 0
         """The first of this layer's outputs in the product with its copies."""
-        self.parts: torch.Tensor | None = None
+        self.parts: Tensor | None = None
         """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
         self.fused: FusedProduct[PackedLinear] | None = None
         """The product that this layer shares with others."""
@@ -141,7 +142,7 @@ class PackedLinear(torch.nn.Linear):
         self.checked = -1  # the request at which the weight was compared
         LAYERS.add(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
         if torch.compiler.is_compiling():
             return self._compiled(x)
@@ -155,7 +156,7 @@ class PackedLinear(torch.nn.Linear):
             return self._multiply_few_rows(x, self.parts)
         if self.packed is None:
             self.pack()
-        if self.fused is not None and self.fused.is_whole:
+        if self.fused is not None and self.fused.is_shared:
             out = self.fused.output(self.place, x)
             if out is not None:
                 return out
@@ -163,7 +164,7 @@ class PackedLinear(torch.nn.Linear):
             self.pack()
         return self.product(x)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """x [..., K] times the packed weights -> [..., N], with the outputs of all layers that share them."""
         packed, bias = self.packed, self.packed_bias
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -174,7 +175,7 @@ class PackedLinear(torch.nn.Linear):
         known = dtype == torch.float32 or (dtype == torch.bfloat16 and PACKED_BFLOAT16)
         return known and self.weight.device.type == "cpu"
 
-    def _compiled(self, x: torch.Tensor) -> torch.Tensor:
+    def _compiled(self, x: Tensor) -> Tensor:
         """The same product as part of compiled code: the weight, packed or not, is an input of that code."""
         if self.packed is None or not self.can_pack():
             return super().forward(x)
@@ -189,7 +190,7 @@ class PackedLinear(torch.nn.Linear):
         out = out[:, self.start : end].view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
-    def _multiply_few_rows(self, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    def _multiply_few_rows(self, x: Tensor, parts: Tensor) -> Tensor:
         """One or two fp32 rows times the weight as it is, in parts that threads share: faster than the packed weight.
 
         The weight is on the left: with one row on the left the product takes up to twice as long (docs/log).
@@ -235,8 +236,8 @@ class PackedLinear(torch.nn.Linear):
     def pack(self) -> None:
         """Makes the copies that are missing, for all layers of a whole `fused`: for oneDNN, and in blocks where
         compiled code runs."""
-        whole = self.fused is not None and self.fused.is_whole
-        layers = self.sharing() if whole else [self]
+        shared = self.fused is not None and self.fused.is_shared
+        layers = self.sharing() if shared else [self]
         if self.packed is not None and (self.blocks is not None or not self.has_blocks):
             return
         weight = torch.cat([layer.weight.detach() for layer in layers])

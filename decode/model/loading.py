@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -105,11 +106,10 @@ class Target:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether an encoder reads its prompts (decode/model/encoder_decoder)."""
         return bool(self.runner.model.config.is_encoder_decoder)
 
     @cached_property
-    def eos_ids(self) -> torch.Tensor:
+    def eos_ids(self) -> Tensor:
         """`eos` [E] in rising order, on the device of the model."""
         return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.runner.device)
 
@@ -160,7 +160,7 @@ def adapter_folder(
         local = is_local(base)
         merged = adapter_folder(base, role, adapter.revision, [*above, place]) if local else None
         folder = merged or model_folder(base, role, adapter.revision)
-        config = _read_config(base, role, adapter.revision, folder)
+        config = load_config(base, role, adapter.revision, folder)
     except UserError as error:
         raise adapter.refusal(
             f", which cannot be read ({error}): get it, or write its folder or Hub name into base_model_name_or_path "
@@ -180,31 +180,16 @@ def model_fingerprint(
         )
 
 
-def load_config(name: str, what: str, revision: str | None = None) -> Any:
+def load_config(
+    name: str, what: str, revision: str | None = None, folder: str | None = None
+) -> Any:
     """The config of a model in a folder or on the Hub, which says of embedding and LM head what the tensors do.
 
-    UserError when it cannot be read or makes no sense.
+    `folder` is what `model_folder` gives for the name, where that is known. UserError when the config cannot be read or
+    makes no sense.
     """
-    return _read_config(name, what, revision, model_folder(name, what, revision))
-
-
-def head_is_misstated(name: str, what: str, revision: str | None = None) -> bool:
-    """Whether the file config.json says another thing of embedding and LM head than the tensors.
-
-    Engines that follow the file compute other logits than this project.
-    """
-    stated = stated_config(name, what, revision)
-    tied = stored_tied(stated, model_folder(name, what, revision))
-    return tied is not None and tied != tied_heads.flag(stated)
-
-
-def stated_config(name: str, what: str, revision: str | None = None) -> Any:
-    """The config as its file states it, as `load_config` otherwise."""
-    return _stated_config(name, what, revision, model_folder(name, what, revision))
-
-
-def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
-    config = _stated_config(name, what, revision, folder)
+    folder = folder or model_folder(name, what, revision)
+    config = stated_config(name, what, revision, folder)
     tied = stored_tied(config, folder)
     if tied is not None:
         if tied and not tied_heads.flag(config):
@@ -216,7 +201,11 @@ def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any
     return config
 
 
-def _stated_config(name: str, what: str, revision: str | None, folder: str) -> Any:
+def stated_config(
+    name: str, what: str, revision: str | None = None, folder: str | None = None
+) -> Any:
+    """The config as its file states it, as `load_config` otherwise."""
+    folder = folder or model_folder(name, what, revision)
     try:
         with _quietly():
             config = AutoConfig.from_pretrained(folder, revision=revision, **NO_CODE)
@@ -224,6 +213,16 @@ def _stated_config(name: str, what: str, revision: str | None, folder: str) -> A
         raise _load_error(name, what, folder, ("config.json",), error) from error
     check_sizes(config, f"{what} {name!r}")
     return config
+
+
+def head_is_misstated(name: str, what: str, revision: str | None = None) -> bool:
+    """Whether the file config.json says another thing of embedding and LM head than the tensors.
+
+    Engines that follow the file compute other logits than this project.
+    """
+    stated = stated_config(name, what, revision)
+    tied = stored_tied(stated, model_folder(name, what, revision))
+    return tied is not None and tied != tied_heads.flag(stated)
 
 
 def stored_tied(config: Any, folder: str) -> bool | None:
@@ -261,7 +260,7 @@ def load_model(
     """
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision, number_type)
-    config = _read_config(name, what, revision, folder)  # a senseless one may build for hours
+    config = load_config(name, what, revision, folder)  # a senseless one may build for hours
     if vars(config).get("quantization_config") is None and Path(folder).is_dir():
         check_whole_numbers(Path(folder), name)
     if not with_layers:
@@ -531,7 +530,7 @@ def load_target(
 
 
 def build_runner(
-    model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
+    model: Any, vocab_size: int | None = None, ids: Tensor | None = None
 ) -> ModelRunner:
     """The runner of a causal LM, with recurrent layers or without, of an encoder-decoder or of a vision-language model;
     the arguments are those of ModelRunner."""

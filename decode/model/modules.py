@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -18,11 +18,11 @@ class RMSNorm(nn.RMSNorm):
     With two dtypes torch warns and leaves its fused kernel.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
-def apply_rotary(x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
+def apply_rotary(x: Tensor, rotary: CosSin) -> Tensor:
     """x [B, heads, T, D] after rotary position embedding, as in Llama."""
     cos, sin = rotary
     first, second = x.chunk(2, -1)
@@ -32,9 +32,7 @@ def apply_rotary(x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
 class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
     """Llama's, with frequencies that stay in fp32 when the model is cast: rounded ones are wrong at far positions."""
 
-    def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> "Fp32RotaryEmbedding":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Fp32RotaryEmbedding":
         exact = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, value in self.named_buffers():
@@ -42,7 +40,7 @@ class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "relu": F.relu,
@@ -64,5 +62,5 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -58,7 +58,9 @@ def check_name(name: str, what: str, kind: Kind = "model", revision: str | None 
         )
     path = Path(name)
     if not is_local(name, kind):
-        _go_offline_without_hub()
+        # Its libraries would ask an unreachable Hub again and again, for most of a minute for each file.
+        if not constants.HF_HUB_OFFLINE and not _reaches(constants.ENDPOINT):
+            constants.HF_HUB_OFFLINE = True
         return False
     if not path.exists():
         link = " (it is a link to nothing)" if path.is_symlink() else ""
@@ -98,15 +100,8 @@ def cache_error(error: Exception) -> str | None:
 
 
 def _cached(name: str, kind: Kind) -> bool:
-    """Whether the Hub's cache holds something of the repository."""
     repository = "/".join(name.split("/")[:2])
     return (Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}").is_dir()
-
-
-def _go_offline_without_hub() -> None:
-    """Sets the offline mode of the Hub's libraries in this process if the Hub cannot be reached."""
-    if not constants.HF_HUB_OFFLINE and not _reaches(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE = True
 
 
 @cache

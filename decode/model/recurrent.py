@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -39,7 +40,7 @@ from decode.model.runner import ModelRunner, logits_only_at
 
 # ---- cache ----
 
-States = dict[tuple[int, str, int], torch.Tensor]
+States = dict[tuple[int, str, int], Tensor]
 """States [B, ...] of all recurrent layers, by (number of the layer, "conv" or "recurrent", number within the layer)."""
 KNOWN_ATTENTION = (
     DynamicLayer,
@@ -58,11 +59,6 @@ def has_recurrent_layers(config: Any) -> bool:
     except KeyError:
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-
-
-def count_attention_layers(config: Any) -> int:
-    """How many layers of transformers' own cache for this text `config` hold keys and values."""
-    return sum(isinstance(layer, CacheLayerMixin) for layer in own_layers(config))
 
 
 def unknown_attention(config: Any) -> list[str]:
@@ -84,7 +80,7 @@ class RecurrentAttentionLayer(LinearAttentionLayer, StaticKVLayer):
         StaticKVLayer.__init__(self, slots)
         LinearAttentionLayer.__init__(self, number_of_states)
 
-    def lazy_initialization(self, *key_and_value: torch.Tensor, **states: Any) -> None:
+    def lazy_initialization(self, *key_and_value: Tensor, **states: Any) -> None:
         """Allocates the K/V buffers if it is given a key and a value, else the states."""
         if key_and_value:
             StaticKVLayer.lazy_initialization(self, *key_and_value)
@@ -127,7 +123,7 @@ class HybridCache(StaticKVCache):
             held[i] = state
 
     @contextmanager
-    def only_rows(self, row: torch.Tensor) -> Iterator[None]:
+    def only_rows(self, row: Tensor) -> Iterator[None]:
         """In the block forwards are of rows `row` [b] alone; the states of the others stay as they are."""
         every = self.states()
         self.set_states(rows_of(every, row))
@@ -143,18 +139,18 @@ def copy_states(states: States) -> States:
     return {key: state.clone() for key, state in states.items()}
 
 
-def rows_of(states: States, row: torch.Tensor) -> States:
+def rows_of(states: States, row: Tensor) -> States:
     """A copy of rows `row` [b]."""
     return {key: state[row] for key, state in states.items()}
 
 
-def set_rows(states: States, row: torch.Tensor, given: States) -> None:
+def set_rows(states: States, row: Tensor, given: States) -> None:
     """Writes states `given` of b rows to rows `row` [b] of `states`."""
     for key, state in states.items():
         state[row] = given[key]
 
 
-def clear_rows(states: States, row: torch.Tensor) -> None:
+def clear_rows(states: States, row: Tensor) -> None:
     """Sets rows `row` [b] to what they are before the first token: zeros."""
     for state in states.values():
         state[row] = 0
@@ -196,9 +192,7 @@ class RecurrentRunner(ModelRunner):
         self.end = first  # [B] tokens that a row's states have read
 
     @torch.inference_mode()
-    def prefill(
-        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, length: Tensor, row: Tensor | None = None) -> Tensor:
         """Logits [b, V] of each row's last prompt token, for tokens [b, W] right-padded and length [b].
 
         A state must not read padding: prompts of equal length are read together, the others one after the other.
@@ -224,12 +218,8 @@ class RecurrentRunner(ModelRunner):
         return logits
 
     def step(
-        self,
-        tokens: torch.Tensor,
-        base: torch.Tensor,
-        nodes: TreeNodes | None = None,
-        last: int = 0,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, base: Tensor, nodes: TreeNodes | None = None, last: int = 0
+    ) -> Tensor:
         """As in ModelRunner; `base` also tells which tokens of the last step were accepted. UserError for a tree."""
         if nodes is not None:
             self._refuse("token trees need a state for each node")
@@ -238,7 +228,7 @@ class RecurrentRunner(ModelRunner):
         self.read, self.end = tokens, base + tokens.shape[1]
         return super().step(tokens, base, None, last)
 
-    def _take_back(self, base: torch.Tensor) -> None:
+    def _take_back(self, base: Tensor) -> None:
         """Makes the states those after the first `base` [B] tokens of each row."""
         if not self.before:
             return
@@ -252,15 +242,13 @@ class RecurrentRunner(ModelRunner):
             if count > 0:
                 self._read_again(self.read[row, :count], start[row], row)
 
-    def _read_again(self, tokens: torch.Tensor, base: torch.Tensor, row: torch.Tensor) -> None:
+    def _read_again(self, tokens: Tensor, base: Tensor, row: Tensor) -> None:
         """Runs tokens [b, T] of rows `row` [b] for their states alone, after the first `base` [b] of each."""
         self.cache.slots.set_positions(base, tokens.shape[1], row=row)
         with self.cache.only_rows(row), logits_only_at(self.model, lambda hidden: hidden[:, :0]):
             self._forward(tokens)
 
-    def read_rows(
-        self, tokens: torch.Tensor, base: torch.Tensor, row: torch.Tensor
-    ) -> torch.Tensor:
+    def read_rows(self, tokens: Tensor, base: Tensor, row: Tensor) -> Tensor:
         """Logits [b, V] after tokens [b, T] that come after the first `base` [b] of rows `row` [b] and are committed: a
         draft reads so what the target has accepted."""
         self.cache.slots.set_positions(base, tokens.shape[1], row=row)
@@ -281,7 +269,7 @@ class RecurrentRunner(ModelRunner):
 
     def prepare_model(self) -> None:
         config = self.model.config.get_text_config(decoder=True)
-        self.attention_layers = count_attention_layers(config)
+        self.attention_layers = sum(isinstance(x, CacheLayerMixin) for x in own_layers(config))
         if unknown_attention(config):
             names = ", ".join(unknown_attention(config))
             raise refusal(
@@ -294,7 +282,7 @@ class RecurrentRunner(ModelRunner):
         unclamp_time_steps(self.model)
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
-    def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
+    def model_arguments(self, position: Tensor) -> dict[str, Any]:
         """As in ModelRunner; Mamba's forward takes no positions."""
         positions = {"position_ids": position} if self.takes_positions else {}
         return {self.cache_name: self.cache, **positions}

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decode.model import attention
 from decode.model.kv_cache import LayerCache, StaticKVCache
@@ -25,7 +26,7 @@ from decode.model.linear import PackedLinear
 
 VALUES = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Types whose objects are described by their value; other objects by their identity."""
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+TENSORS = (Tensor, torch.nn.Parameter)
 AROUND = {
     "forward",
     "_forward_hooks",
@@ -146,7 +147,7 @@ CAN_SKIP_TRACES = (
     "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
 )
 """Whether torch can run a region again without tracing it: from 2.13 on."""
-LEAVES = (torch.Tensor, bool, int, float, str, type(None))
+LEAVES = (Tensor, bool, int, float, str, type(None))
 """What the arguments of a layer may hold beside the cache, if `find_region` shall take them apart."""
 NUMBERS: dict[Hashable, int] = {}
 """The number of each description that `number_region` has met."""
@@ -184,13 +185,13 @@ def mark_regions(model: Any) -> bool:
     return skips == len(layers)
 
 
-def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+def tensors_of(module: torch.nn.Module) -> list[Tensor]:
     """All tensors that are attributes of the modules in `module`, each as often as it has a name."""
     return [
         value
         for _, part in module.named_modules(remove_duplicate=False)
         for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values())
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, Tensor)
     ]
 
 
@@ -207,7 +208,7 @@ def run_apart(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(layer).forward(layer, *args, **kwargs)
     for name, value in kwargs.items():
         if type(value) is tuple:
-            kwargs[name] = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in value)
+            kwargs[name] = tuple(x.clone() if isinstance(x, Tensor) else x for x in value)
     return run_layer(layer, *args, **kwargs)
 
 
@@ -242,11 +243,11 @@ def rebuild_and_run(
     layer: torch.nn.Module,
     index: int,
     layers: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     count: int,
     *rest: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """The hidden states that `layer` gives for the arguments that `find_region` took apart."""
     slots = attention.current_forward().slots
     assert slots is not None
@@ -271,10 +272,10 @@ def region_key(layer: torch.nn.Module, index: int, *arguments: Any) -> int:
     and the rest of a layer's shapes follows from its weights.
     """
     layers, keys, values, count, all_rows, row, slot, *_ = arguments
-    seen: dict[torch.Tensor, int] = {}
+    seen: dict[Tensor, int] = {}
     described: list[Any] = []
     for each in arguments:
-        if isinstance(each, torch.Tensor):
+        if isinstance(each, Tensor):
             number = seen.setdefault(each, len(seen))
             described.append((number, each.dtype, each.device))
             if each is not keys and each is not values and each is not slot:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.utils import logging
 
 from decode.common.errors import UserError
@@ -58,7 +59,7 @@ class ModelRunner:
     takes_images = False
     """`prefill` reads images too (decode/model/vision)."""
 
-    def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
+    def __init__(self, model: Any, vocab_size: int | None = None, ids: Tensor | None = None):
         self.model = model.eval()
         self.cache_name = cache_name(model)
         self.prepare_model()
@@ -71,15 +72,15 @@ class ModelRunner:
         self.context: int = context_length(self.config)
         self.vocab_size = columns if vocab_size is None else vocab_size
         self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
-        self.left_out: torch.Tensor | None = None
+        self.left_out: Tensor | None = None
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
         self.cache = self.make_cache(1, 1)
-        self.taps: HiddenStateSpec | None = None
+        self.aux_layers: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
-        self.features: torch.Tensor
+        self.features: Tensor
         """[B, T, F] the captured hidden states of the last prefill or step."""
         if self.device.type != "meta":  # there are no numbers to look at
             self.try_model()
@@ -95,7 +96,6 @@ class ModelRunner:
         use_grouped_experts(self.model)
 
     def set_attention(self, name: str) -> None:
-        """Makes all layers run with the attention function that is registered under this name."""
         self.model.set_attn_implementation(name)
 
     def try_model(self) -> None:
@@ -103,7 +103,6 @@ class ModelRunner:
         check_trial_pass(self.model, self.config.num_hidden_layers)
 
     def make_cache(self, rows: int, size: int) -> StaticKVCache:
-        """An empty cache for `rows` sequences of up to `size` tokens."""
         return StaticKVCache(self.config.num_hidden_layers, rows, size, self.device)
 
     def allocate(self, rows: int, size: int) -> None:
@@ -119,14 +118,18 @@ class ModelRunner:
             self.cache = self.make_cache(rows, size)
             self.shape = rows, size
 
-    def capture_hidden_states(self, taps: HiddenStateSpec | None) -> None:
+    def capture_hidden_states(self, aux_layers: HiddenStateSpec | None) -> None:
         """Makes every later prefill and step store these hidden states in `features`; None: none are stored."""
-        if taps != self.taps:
+        if aux_layers != self.aux_layers:
             if self.hidden_state_hooks is not None:
                 self.hidden_state_hooks.remove()
-            self.hidden_state_hooks = self.taps = None  # stays None if HiddenStateHooks raises
-            self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
-            self.taps = taps
+            self.hidden_state_hooks = self.aux_layers = (
+                None  # stays None if HiddenStateHooks raises
+            )
+            self.hidden_state_hooks = (
+                None if aux_layers is None else HiddenStateHooks(self.model, aux_layers)
+            )
+            self.aux_layers = aux_layers
 
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
@@ -137,9 +140,7 @@ class ModelRunner:
             self.shape = rows, size
 
     @torch.inference_mode()
-    def prefill(
-        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, length: Tensor, row: Tensor | None = None) -> Tensor:
         """Logits [b, V] of each row's last prompt token, for tokens [b, W] right-padded and length [b].
 
         `row` [b] are the rows of the K/V buffers that are filled (None: all); the others stay as they are. On a CPU
@@ -163,9 +164,7 @@ class ModelRunner:
             self.features = torch.cat(features)[place]
         return torch.cat(logits)[place]
 
-    def _prefill_together(
-        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _prefill_together(self, tokens: Tensor, length: Tensor, row: Tensor | None) -> Tensor:
         """`prefill` in forwards of PREFILL_CHUNK positions of all rows."""
         rows, width = tokens.shape
         logits = torch.zeros(rows, self.vocab_size, device=self.device, dtype=self.model.dtype)
@@ -190,12 +189,8 @@ class ModelRunner:
         return logits
 
     def step(
-        self,
-        tokens: torch.Tensor,
-        base: torch.Tensor,
-        nodes: TreeNodes | None = None,
-        last: int = 0,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, base: Tensor, nodes: TreeNodes | None = None, last: int = 0
+    ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] that come after the first `base` [B] slots of each row.
 
         The tokens are a chain, or the given nodes of a token tree. With `last` only as many tokens at the end get
@@ -204,15 +199,12 @@ class ModelRunner:
         self.cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
         return self._forward(tokens, last)[:, -last:]
 
-    def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact_kv_cache(self, base: Tensor, path: Tensor) -> None:
         """Moves the K/V of the accepted nodes `path` [B, P] of a tree with its root at slot `base` [B] to its front."""
         self.cache.compact_path(base, path)
 
     def first_layers(
-        self,
-        count: int,
-        norm: torch.nn.Module | None = None,
-        ids: torch.Tensor | None = None,
+        self, count: int, norm: torch.nn.Module | None = None, ids: Tensor | None = None
     ) -> "ModelRunner":
         """A runner of the first `count` layers with the same LM head and K/V cache: a draft without own memory.
 
@@ -230,7 +222,7 @@ class ModelRunner:
     def with_model(self, model: Any) -> "ModelRunner":
         """A runner of `model`, a copy of this one's model that lacks or replaces some modules."""
         changed = copy.copy(self)
-        changed.hidden_state_hooks = changed.taps = None
+        changed.hidden_state_hooks = changed.aux_layers = None
         changed.model = model
         return changed
 
@@ -238,14 +230,14 @@ class ModelRunner:
         """Makes this runner, which `first_layers` or `with_model` of `owner` made, use the buffers of `owner`."""
         self.cache = owner.cache
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """[b, T] positions of the tokens that the next forward reads.
 
         Drafted tokens beyond the context get its last position; whether they are accepted is never used.
         """
         return self.cache.slots.position.clamp_max(self.context - 1)
 
-    def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
+    def _forward(self, tokens: Tensor, last: int = 0) -> Tensor:
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
         with attention.forward_context(self.cache.slots):
@@ -259,7 +251,7 @@ class ModelRunner:
             self.features = self.hidden_state_hooks.states()
         return self.widen_logits(logits)
 
-    def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
+    def model_arguments(self, position: Tensor) -> dict[str, Any]:
         """How the model's forward takes the positions [B, T] and the cache."""
         return {"position_ids": position, self.cache_name: self.cache}
 
@@ -267,7 +259,7 @@ class ModelRunner:
         """From now on the logits of these tokens are -inf, as those of tokens that the model lacks."""
         self.left_out = torch.tensor(ids, device=self.device) if ids else None
 
-    def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def widen_logits(self, logits: Tensor) -> Tensor:
         """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""
         if self.ids is not None:
             logits = spread_logits(logits, self.ids, self.vocab_size)
@@ -288,7 +280,7 @@ def check_plain_pass(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     begin_request()
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if (
-        isinstance(mask, torch.Tensor)
+        isinstance(mask, Tensor)
         and mask.ndim == 2
         and model.config._attn_implementation == attention.ATTENTION_NAME
         and bool((mask[:, 1:] > mask[:, :-1]).any())
@@ -317,22 +309,20 @@ def prefill_groups(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def spread_logits(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def spread_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     """[..., V] from logits [..., Vd] of the tokens `ids` [Vd]: -inf for all others."""
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., ids] = logits
     return full
 
 
-def _select_positions(
-    row: torch.Tensor, column: torch.Tensor, hidden: torch.Tensor
-) -> torch.Tensor:
+def _select_positions(row: Tensor, column: Tensor, hidden: Tensor) -> Tensor:
     """[b, 1, H] one position of each row."""
     return hidden[row, column][:, None]
 
 
 @contextmanager
-def logits_only_at(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def logits_only_at(model: Any, select: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While the block runs, `model` computes logits of `select(hidden [B, T, H])` instead of every position.
 
     It is a hook on the output projection, because `logits_to_keep` takes one position per row only in newer versions

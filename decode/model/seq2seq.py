@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from decode.common.errors import UserError, first_line
@@ -74,7 +75,7 @@ def generation_settings(
     )
 
 
-def generated_ids(model: Any, output: torch.Tensor, prompt_tokens: int) -> list[int]:
+def generated_ids(model: Any, output: Tensor, prompt_tokens: int) -> list[int]:
     """The answer in a row [L] of what `generate` returns: behind the prompt, or behind the decoder's start token."""
     start = 1 if model.config.is_encoder_decoder else prompt_tokens
     ids: list[int] = output[start:].tolist()
@@ -90,17 +91,17 @@ def decoder_inputs(model: Any, prompt: list[int]) -> tuple[list[int], dict[str, 
     return [start_id(model)], {"encoder_outputs": model.get_encoder()(input_ids=tokens)}
 
 
-def run_decoder(model: Any, tokens: torch.Tensor, **arguments: Any) -> Any:
+def run_decoder(model: Any, tokens: Tensor, **arguments: Any) -> Any:
     """model's forward on tokens [B, T] of a causal LM or of a decoder, with the arguments of `decoder_inputs`."""
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     return model(**{name: tokens}, **arguments)
 
 
-def answer_logits(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def answer_logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """[n, V] from which each of the n tokens of `answer` was chosen, by one pass over all."""
     before, arguments = decoder_inputs(model, prompt)
     tokens = torch.tensor([[*before, *answer]], device=model.device)
-    logits: torch.Tensor = run_decoder(model, tokens, use_cache=False, **arguments).logits
+    logits: Tensor = run_decoder(model, tokens, use_cache=False, **arguments).logits
     return logits[0, len(before) - 1 : -1]
 
 
@@ -118,7 +119,7 @@ class EncodedPrompts:
         self.length = torch.ones(rows, dtype=torch.long, device=device)
         """[B] tokens of each row's prompt; 1 in a row that has had none, which attends to zeros."""
 
-    def write(self, row: torch.Tensor, length: torch.Tensor, computed: Cache) -> None:
+    def write(self, row: Tensor, length: Tensor, computed: Cache) -> None:
         """Rows `row` [b] get the keys and values of prompts of `length` [b], padded on the right."""
         width = computed.layers[0].keys.shape[2]
         if width > self.cache.slots.size:
@@ -126,7 +127,7 @@ class EncodedPrompts:
         self.cache.write_rows(row, computed)
         self.length[row] = length
 
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, dtype: torch.dtype) -> Tensor:
         """[B, 1, 1, S] what is added to attention scores: 0 within a row's prompt, -inf behind it."""
         visible = self.cache.slots.every_slot < self.length[:, None]
         zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -146,7 +147,7 @@ class RaggedPositionBias:
                 f"this {decoder.config.model_type} model cannot be decoded: its decoder has no relative position bias, "
                 "so that rows of unequal length cannot be told apart; T5 and its kin (Flan-T5, mT5) can be"
             )
-        self.tables: list[torch.Tensor] = []
+        self.tables: list[Tensor] = []
 
     @torch.inference_mode()
     def compute_tables(self, size: int) -> None:
@@ -161,7 +162,7 @@ class RaggedPositionBias:
         near = distance.clamp_min(0)
 
         def replace(
-            table: torch.Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+            table: Tensor, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             bias = table[near].permute(0, 3, 1, 2)  # [b, H, T, S]
             bias = bias.masked_fill(~visible[:, None], float("-inf"))
@@ -200,18 +201,16 @@ class Seq2SeqRunner(ModelRunner):
         super().reserve(size)
         self.bias.compute_tables(self.shape[1])
 
-    def capture_hidden_states(self, taps: HiddenStateSpec | None) -> None:
-        """UserError for any `taps`: no family of heads is made for an encoder-decoder."""
-        if taps is not None:
+    def capture_hidden_states(self, aux_layers: HiddenStateSpec | None) -> None:
+        """UserError for any `aux_layers`: no family of heads is made for an encoder-decoder."""
+        if aux_layers is not None:
             raise UserError(
                 "the draft reads hidden states of a causal target, and this target is an encoder-decoder: draft with a "
                 "smaller encoder-decoder, ngram, suffix or early-exit"
             )
 
     @torch.inference_mode()
-    def prefill(
-        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, length: Tensor, row: Tensor | None = None) -> Tensor:
         """Logits [b, V] of the answer's first token, for prompts [b, W] right-padded and of `length` [b]."""
         row = self.cache.slots.all_rows if row is None else row
         width = torch.arange(tokens.shape[1], device=self.device)
@@ -228,15 +227,11 @@ class Seq2SeqRunner(ModelRunner):
         return self.widen_logits(logits)[:, 0]
 
     def step(
-        self,
-        tokens: torch.Tensor,
-        base: torch.Tensor,
-        nodes: TreeNodes | None = None,
-        last: int = 0,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, base: Tensor, nodes: TreeNodes | None = None, last: int = 0
+    ) -> Tensor:
         return super().step(tokens, self._decoder_slots(base), nodes, last)
 
-    def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
+    def compact_kv_cache(self, base: Tensor, path: Tensor) -> None:
         super().compact_kv_cache(self._decoder_slots(base), path)
 
     def share_kv_cache(self, owner: ModelRunner) -> None:
@@ -279,11 +274,11 @@ class Seq2SeqRunner(ModelRunner):
     def _refusal(self, reason: str) -> UserError:
         return UserError(f"this {self.config.model_type} model cannot be decoded: it {reason}")
 
-    def _decoder_slots(self, base: torch.Tensor) -> torch.Tensor:
+    def _decoder_slots(self, base: Tensor) -> Tensor:
         """[B] of slots `base` [B] of rows of prompt and answer. Below 0: before the start token, which is repeated."""
         return base - (self.encoded.length - 1)
 
-    def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
+    def _forward(self, tokens: Tensor, last: int = 0) -> Tensor:
         slots = self.cache.slots
         tokens = tokens.clamp_max(self.embedding_rows - 1)
         tokens = torch.where(slots.position <= 0, self.start, tokens)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from decode.model.kv_cache import SplitKVMetadata
 
@@ -31,7 +32,7 @@ def _attend_part_kernel(
     key_row, key_slot, key_head, value_row, value_slot, value_head,
     HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr
 ):  # fmt: skip
     """Attention of BM of the M = groups * T queries of one K/V head of one row over one part of its keys."""
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -98,7 +99,7 @@ def _attend_part_kernel(
 def _merge_parts_kernel(
     part, lse, sink, out,
     HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr,
-    PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr,
+    PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr
 ):  # fmt: skip
     """Merges the parts of one query, weighted by their sums; a sink is in the softmax but has no value."""
     program, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,14 +123,14 @@ def _merge_parts_kernel(
 
 
 def split_kv_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     metadata: SplitKVMetadata,
     scale: float,
     softcap: float | None = None,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink: Tensor | None = None,
+) -> Tensor:
     """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, Hkv, groups * T, Dv].
 
     `metadata` has the slots that each of the T tokens attends to; `sink` [H] is gpt-oss's extra logit per head.
@@ -145,9 +146,8 @@ def split_kv_attention(
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
     lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
     out = query.new_empty(rows, heads, queries, out_width)
-    tail: Any = (
-        metadata.seen if metadata.tail is None else metadata.tail
-    )  # never read without nodes
+    # Never read without nodes
+    tail: Any = metadata.seen if metadata.tail is None else metadata.tail
     _attend_part_kernel[(rows * heads, parts, tiles)](
         query.contiguous(), keys, values, metadata.first, metadata.live, metadata.seen, metadata.position,
         tail, metadata.base, part, lse, scale, softcap or 1.0,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, DynamicCache
 
 from decode.common.errors import UserError, first_line
@@ -11,7 +12,7 @@ from decode.model import attention
 from decode.model.compatibility import check_supported, use_grouped_experts
 from decode.model.runner import ModelRunner, logits_only_at
 
-ImageInputs = Mapping[str, torch.Tensor]
+ImageInputs = Mapping[str, Tensor]
 """What a processor makes of a prompt's images: the further arguments of the model's forward, for one row."""
 
 
@@ -55,7 +56,7 @@ class VisionRunner(ModelRunner):
         assert isinstance(owner, VisionRunner)
         self.position_delta = owner.position_delta
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         slots = self.cache.slots
         row = slots.all_rows if slots.row is None else slots.row
         return super().positions() + self.position_delta[row][:, None]
@@ -63,11 +64,11 @@ class VisionRunner(ModelRunner):
     @torch.inference_mode()
     def prefill(
         self,
-        tokens: torch.Tensor,
-        length: torch.Tensor,
-        row: torch.Tensor | None = None,
+        tokens: Tensor,
+        length: Tensor,
+        row: Tensor | None = None,
         images: Sequence[ImageInputs | None] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`ModelRunner.prefill`; `images` gives each row the inputs of its images, or None for a row of text.
 
         A row with images is read on its own and in one piece, with the model's own attention, so that image tokens see
@@ -80,7 +81,7 @@ class VisionRunner(ModelRunner):
         logits = torch.zeros(
             len(tokens), self.vocab_size, device=self.device, dtype=self.model.dtype
         )
-        features: list[tuple[torch.Tensor, torch.Tensor]] = []
+        features: list[tuple[Tensor, Tensor]] = []
         for index, one in _groups(images, self.device):
             if one is None:
                 logits[index] = super().prefill(tokens[index], length[index], row[index])
@@ -96,13 +97,15 @@ class VisionRunner(ModelRunner):
                 self.features[index, : states.shape[1]] = states
         return logits
 
-    def _read_images(
-        self, tokens: torch.Tensor, row: torch.Tensor, images: ImageInputs
-    ) -> torch.Tensor:
+    def _read_images(self, tokens: Tensor, row: Tensor, images: ImageInputs) -> Tensor:
         """Logits [1, V] after a prompt [1, L] with images, which is read into row `row` [1]."""
         for holder in self.delta_holders:
             holder.rope_deltas = None
         computed = DynamicCache()
+        own = {
+            name: value.to(self.device, self.model.dtype if value.is_floating_point() else None)
+            for name, value in images.items()
+        }
         self.set_attention(self.own_attention)
         try:
             with logits_only_at(self.model, lambda hidden: hidden[:, -1:]):
@@ -111,7 +114,7 @@ class VisionRunner(ModelRunner):
                     attention_mask=torch.ones_like(tokens),
                     use_cache=True,
                     **{self.cache_name: computed},
-                    **self._on_device(images),
+                    **own,
                 ).logits
         except Exception as error:  # whatever the code of a model raises
             raise UserError(
@@ -131,17 +134,10 @@ class VisionRunner(ModelRunner):
             self.position_delta[row] = holder.rope_deltas.flatten()
         return self.widen_logits(logits)[:, 0]
 
-    def _on_device(self, images: ImageInputs) -> dict[str, torch.Tensor]:
-        """The inputs on the model's device, numbers in its dtype."""
-        return {
-            name: value.to(self.device, self.model.dtype if value.is_floating_point() else None)
-            for name, value in images.items()
-        }
-
 
 def _groups(
     images: Sequence[ImageInputs | None], device: torch.device
-) -> list[tuple[torch.Tensor, ImageInputs | None]]:
+) -> list[tuple[Tensor, ImageInputs | None]]:
     """(indices of rows that are read together, their images): all rows of text at once, others one by one."""
     text = [i for i, one in enumerate(images) if one is None]
     groups: list[tuple[list[int], ImageInputs | None]] = [(text, None)] if text else []

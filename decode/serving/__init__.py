@@ -1,8 +1,7 @@
 """Other engines that serve drafts: what each requires of the files, how it is called, and what it logs.
 
 - engine: ServingEngine, the type of the values in vllm_engine, sglang_engine, trtllm_engine, llamacpp_engine, hf_engine
-- rules: a draft's files as rules read them, Rule, and checks that engines share; eagle_rules, block_rules, medusa_rules
-  and causal_rules are those of a family
+- rules: a draft's files as rules read them, Rule, and checks on every family; family_rules: those on one
 - checker: ENGINES by name, and a draft's files against the rules of one (scripts/check_draft.py)
 - edits: edits of a saved draft
 - export: a draft in the layouts of engines and trainers (scripts/export.py); gguf_export, gguf_heads: as a GGUF file

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import draft_vocab, importers, layouts
+from decode.checkpoints import draft_vocab, eagle_layouts, importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
@@ -42,7 +42,9 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
     dtype = checkpoint.tensors["blocks.0.layers.0.weight"].dtype
     sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
     tensors = checkpoint.tensors | {"lm_heads.0.weight": weight.to(dtype)}
-    return DraftCheckpoint(checkpoint.family, checkpoint.config | sizes, tensors)
+    return DraftCheckpoint(
+        checkpoint.family, layouts.HeadConfig(checkpoint.config | sizes), tensors
+    )
 
 
 def to_flat(checkpoint: DraftCheckpoint) -> ExportedFiles:
@@ -94,7 +96,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
         raise UserError("the speculators format names the target: give --target")
     config = checkpoint.config
     layer = {key: config[key] for key in LAYER_KEYS if key in config}
-    outer = {key: config[key] for key in importers.SPECULATORS_OUTER_KEYS if key in config}
+    outer = {key: config[key] for key in eagle_layouts.OUTER_KEYS if key in config}
     method = {"proposal_type": "greedy", "speculative_tokens": k}
     nested = {
         # No model_type: with one vLLM does not read the other keys.

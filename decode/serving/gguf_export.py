@@ -34,16 +34,12 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
 }
 """GGUF's architecture for each model_type that is written."""
-TYPES: dict[str, gguf.GGMLQuantizationType] = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "float16": gguf.GGMLQuantizationType.F16,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
+TYPES = {
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
 }
-FILE_TYPES: dict[str, gguf.LlamaFileType] = {
-    "float32": gguf.LlamaFileType.ALL_F32,
-    "float16": gguf.LlamaFileType.MOSTLY_F16,
-    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
-}
+"""(of a tensor, of a file)."""
 OTHER_CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 
@@ -82,7 +78,7 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_name(Path(name).stem)
-    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_file_type(TYPES[dtype][1])
     write_sizes(writer, model.config)
     write_tokenizer(writer, tokenizer, vocabulary, model.config.vocab_size)
     write_special_tokens(writer, tokenizer, end_ids(name, config))
@@ -103,12 +99,11 @@ def add_tensor(writer: gguf.GGUFWriter, stored: str, array: Array, dtype: GgufTy
     if array.dtype == np.int64:
         writer.add_tensor(stored, array)
         return
-    kind = TYPES[dtype if array.ndim > 1 else "float32"]
+    kind, _ = TYPES[dtype if array.ndim > 1 else "float32"]
     writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

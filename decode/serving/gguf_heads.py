@@ -52,7 +52,7 @@ def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -
     vocabulary = gguf_export.byte_level_bpe(target, tokenizer)
     writer = gguf.GGUFWriter(out, content.architecture)
     writer.add_name(Path(name).stem)
-    writer.add_file_type(gguf_export.FILE_TYPES[dtype])
+    writer.add_file_type(gguf_export.TYPES[dtype][1])
     gguf_export.write_sizes(writer, content.config)
     for key, value in content.keys.items():
         full = f"{content.architecture}.{key}"
@@ -93,7 +93,7 @@ def head_keys(
     family: str, net: Eagle3Model | DFlashModel, target: Mapping[str, Any]
 ) -> dict[str, KeyValue]:
     """The keys of a family. `target` is its target's config."""
-    layers: dict[str, KeyValue] = {"target_layers": list(net.taps.layers)}
+    layers: dict[str, KeyValue] = {"target_layers": list(net.aux_layers.layers)}
     if isinstance(net, Eagle3Model):
         return layers | {
             "target_hidden_size": net.config.target_hidden_size,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from decode.model.loading import load_config
-from decode.serving import causal_rules as causal
+from decode.serving import family_rules as family
 from decode.serving.engine import (
     AcceptanceRule,
     Served,
@@ -56,11 +56,11 @@ RULES = (
     Rule("vocabulary", ("causal",), REFUSED, f"{UTILS}: other sizes need both tokenizers", vocab_size_mismatch),
     Rule("context", ("causal",), REFUSED, CANDIDATES, overrun),
     Rule("context-rope", ("causal",), SILENT, CANDIDATES, stretched),
-    *causal.RULES,
-    Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", causal.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, MODELING, causal.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, MODELING, causal.dropped_lm_head),
-    Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", causal.wrong_tokenizer),
+    *family.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", family.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, MODELING, family.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, MODELING, family.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", family.wrong_tokenizer),
 )  # fmt: skip
 
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from decode.checkpoints import layouts
+from decode.checkpoints.eagle_layouts import NORM_FLAGS
+from decode.checkpoints.layouts import VOCAB_MAPS
 from decode.common.errors import UserError
-from decode.serving import block_rules as blocks
-from decode.serving import causal_rules as causal
-from decode.serving import eagle_rules as eagle
+from decode.serving import family_rules as family
 from decode.serving import prometheus
 from decode.serving.engine import LogReader, Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.log_counts import (
@@ -157,7 +156,7 @@ def no_hidden_states(d: DraftFiles) -> Iterator[str]:
 
 def unwritten_tensors(d: DraftFiles) -> Iterator[str]:
     """Tensors that a GGUF of these heads does not have, biases among them."""
-    for name in sorted(set(d.tensors) - set(eagle.VOCAB_MAPS)):
+    for name in sorted(set(d.tensors) - set(VOCAB_MAPS)):
         own = name.removeprefix("model.")
         known = gguf_name(d.family, own) or "rotary_emb." in own or own.startswith("verifier_")
         if not known:
@@ -166,27 +165,24 @@ def unwritten_tensors(d: DraftFiles) -> Iterator[str]:
 
 def unwritten_norms(d: DraftFiles) -> Iterator[str]:
     """Norm flags that llama.cpp's graph does not know, and its own converter drops."""
-    for flag in layouts.NORM_FLAGS:
-        if eagle.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
+    for flag in NORM_FLAGS:
+        if family.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
             yield f"llama.cpp's {d.family} has no {flag}: it would compute as if that were false"
 
 
 def wrong_state_count(d: DraftFiles) -> Iterator[str]:
-    """EAGLE-3 that does not read three states."""
     fc, width = d.tensors.get("fc.weight"), d.get("target_hidden_size", d.get("hidden_size"))
     if fc is not None and width and fc.shape[1] != 3 * width:
         yield f"fc reads {fc.shape[1] // width} hidden states of the target, and llama.cpp gives it exactly 3"
 
 
 def wrong_activation(d: DraftFiles) -> Iterator[str]:
-    """Another activation than SiLU."""
     name = d.get("hidden_act", d.get("hidden_activation", "silu"))
     if name not in ("silu", "swish"):
         yield f"its activation is {name}: llama.cpp computes silu, and gelu from a table of its own"
 
 
 def unwritten_rope(d: DraftFiles) -> Iterator[str]:
-    """RoPE that is more than frequencies."""
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
@@ -202,9 +198,9 @@ def sliding_window(d: DraftFiles) -> Iterator[str]:
 HEAD_RULES = (
     Rule("target-states", tuple(HEADS), REFUSED, GRAPH_CPP, no_hidden_states),
     Rule("unwritten-norm", EAGLE3, SILENT, EAGLE3_CPP, unwritten_norms),
-    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, eagle.wrong_layer_count),
+    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, family.wrong_layer_count),
     Rule("states", EAGLE3, REFUSED, EAGLE3_CPP, wrong_state_count),
-    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", blocks.wrong_anchor),
+    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", family.wrong_anchor),
     Rule("unknown-tensor", tuple(HEADS), REFUSED, LOADER_CPP, unwritten_tensors),
     Rule("activation", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", wrong_activation),
     Rule("rope-type", tuple(HEADS), SILENT, "this project's exporter", unwritten_rope),
@@ -232,26 +228,26 @@ RULES = (
         "it drafts on beyond it, and few tokens are accepted there"
     )),
     *HEAD_RULES,
-    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, eagle.wrong_shapes),
-    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, eagle.missing_tensors),
-    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.changed_norm_flags),
-    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, eagle.rope_mismatch),
-    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.unfilled_bias_flags),
-    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", eagle.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, eagle.target_width_mismatch),
-    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, eagle.map_missing),
-    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, eagle.unneeded_map),
-    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_wrong),
-    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_dtype),
-    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, blocks.wrong_shapes),
-    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, blocks.missing_tensors),
-    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, blocks.no_mask_token),
-    Rule("causality", DFLASH, SILENT, DFLASH_CPP, blocks.causal_blocks),
-    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, blocks.wrong_aux_layers),
-    *causal.RULES,
-    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, causal.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, causal.wrong_shapes),
-    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", causal.wrong_tokenizer),
+    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, family.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, family.missing_tensors),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, family.changed_norm_flags),
+    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, family.rope_mismatch),
+    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, family.unfilled_bias_flags),
+    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", family.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, family.target_width_mismatch),
+    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, family.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, family.unneeded_map),
+    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", family.map_wrong),
+    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", family.map_dtype),
+    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, family.wrong_shapes),
+    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, family.missing_tensors),
+    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, family.no_mask_token),
+    Rule("causality", DFLASH, SILENT, DFLASH_CPP, family.causal_blocks),
+    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, family.wrong_block_layers),
+    *family.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, family.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, family.wrong_shapes),
+    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", family.wrong_tokenizer),
 )  # fmt: skip
 
 

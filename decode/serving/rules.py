@@ -1,32 +1,31 @@
-"""A draft's files as the rules read them, the rules themselves, and the checks that several engines share.
+"""A draft's files as the rules read them, the rules themselves, and the checks that hold for every family.
 
 A check is a function (or an object that is called) from DraftFiles to sentences, one for each thing that is wrong.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import block_layouts, eagle_layouts, importers, layouts
+from decode.checkpoints.importers import LAYOUTS
+from decode.checkpoints.layouts import HeadConfig, Shapes, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256, read_metadata
 from decode.drafts.registry import draft_family
-from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
-
-TensorShape = tuple[int, ...]
-BLOCK_KEYS = (
-    "block_size",
-    "markov_rank",
-    "sample_from_anchor",
-    "sliding_window_non_causal",
-    "aux_hidden_state_layer_ids",
-    "dflash_config",
+from decode.model.loading import (
+    load_config,
+    load_tokenizer,
+    stated_config,
+    tokenizer_fingerprint,
 )
-"""Settings of DFlash and DSpark that speculators writes outside `transformer_layer_config`."""
+
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
 """What the engine does: it stops with an error; it serves another function than was trained, without an error; it
 ignores the difference, which is harmless."""
@@ -37,7 +36,7 @@ class TargetInfo:
     """The target's facts that rules need."""
 
     name: str
-    config: dict[str, Any]
+    config: HeadConfig
     fingerprint: str | None
     """Of its tokenizer; None if it was not loaded."""
 
@@ -48,17 +47,32 @@ class DraftFiles:
 
     path: str
     family: str
-    raw_config: dict[str, Any]
+    raw_config: HeadConfig
     """config.json."""
-    config: dict[str, Any]
+    config: HeadConfig
     """The same without nesting."""
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     """By the names of our modules."""
     name_in_file: dict[str, str]
     """{name in `tensors`: name in the files}."""
     facts: dict[str, Any]
     """draftsmith.json; {} if there is none."""
     target: TargetInfo | None
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Every tensor that config.json implies, tied ones left out; {} if it lacks a size.
+
+        UserError if transformers makes no model of the config of a language model.
+        """
+        layout = LAYOUTS.get(self.family)
+        if layout is None:
+            return model_shapes(self.path)
+        return {} if layout.shapes is None else layout.shapes(self.config)
+
+    @property
+    def is_language_model(self) -> bool:
+        return self.family not in LAYOUTS
 
     @property
     def is_speculators_format(self) -> bool:
@@ -70,10 +84,23 @@ class DraftFiles:
         """Whether draftsmith.json records the training settings, beside what config.json contains."""
         return "training" in self.facts or "family" in self.facts
 
+    @property
+    def target_layers(self) -> int | None:
+        return None if self.target is None else self.target.config["num_hidden_layers"]
+
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting of config.json, or the default where it is absent or null."""
-        value = self.config.get(key)
-        return default if value is None else value
+        return self.config.value(key, default)
+
+
+def model_shapes(path: str) -> Shapes:
+    """The tensors of the language model that transformers makes of a config, on the meta device."""
+    try:
+        config = stated_config(path, "draft")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise UserError(f"config.json of {path!r} makes no model: {error}") from error
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,7 @@ def read_target(name: str, tokenizer: bool) -> TargetInfo:
     """UserError if its config (or tokenizer, if asked for) cannot be read. Loads no weights."""
     config = load_config(name, "target").get_text_config(decoder=True)
     fingerprint = tokenizer_fingerprint(load_tokenizer(name)) if tokenizer else None
-    return TargetInfo(name, config.to_dict(), fingerprint)
+    return TargetInfo(name, HeadConfig(config.to_dict()), fingerprint)
 
 
 def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
@@ -115,24 +142,23 @@ def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
     raw_config, facts = layouts.read_config(path), read_metadata(path)
     tensors = importers.raw_tensors(path)
     family = facts.get("family") or draft_family(path)
-    config = raw_config
+    config, layout = raw_config, LAYOUTS.get(family)
     layer = raw_config.get("transformer_layer_config")
     if isinstance(layer, dict):
-        keys = (*importers.SPECULATORS_OUTER_KEYS, *BLOCK_KEYS)
-        config = {**layer, **{k: raw_config[k] for k in keys if raw_config.get(k) is not None}}
-    name_in_file = {_canonical_name(family, name): name for name in tensors}
-    canonical = {_canonical_name(family, name): value for name, value in tensors.items()}
-    return DraftFiles(path, family, raw_config, config, canonical, name_in_file, facts, target)
-
-
-def _canonical_name(family: str, name: str) -> str:
-    if family in ("causal", "pard", "mtp"):
-        return name
-    if family in ("dflash", "dspark"):
-        return name.removeprefix("model.")
-    if family == "medusa":
-        return importers.canonical_medusa_name(name) or name
-    return name.replace("midlayer.", "layers.0.", 1)
+        keys = (*eagle_layouts.OUTER_KEYS, *block_layouts.OUTER_KEYS)
+        outer = {key: raw_config[key] for key in keys if raw_config.get(key) is not None}
+        config = HeadConfig(layer | outer)
+    own = {name: name if layout is None else layout.name(name) for name in tensors}
+    return DraftFiles(
+        path,
+        family,
+        raw_config,
+        config,
+        {own[name]: value for name, value in tensors.items()},
+        {own[name]: name for name in tensors},
+        facts,
+        target,
+    )
 
 
 def has_file(path: str, name: str) -> bool:
@@ -166,29 +192,25 @@ def check_rules(draft: DraftFiles, rules: Iterable[Rule], engine_version: str) -
 
 
 def changed_since_training(d: DraftFiles) -> Iterator[str]:
-    """The files against the checksum in draftsmith.json."""
     recorded = d.facts.get("draft_sha256")
     if recorded is not None and recorded != draft_sha256(d.path):
         yield "model.safetensors or config.json does not match the checksum in draftsmith.json: changed since training"
 
 
 def not_finite(d: DraftFiles) -> Iterator[str]:
-    """NaN and infinity."""
     for name, value in d.tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
             yield f"{d.name_in_file[name]} contains values that are not finite"
 
 
 def not_float_dtype(d: DraftFiles) -> Iterator[str]:
-    """Weights of other dtypes than engines compute in."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     for name, value in d.tensors.items():
-        if name not in ("d2t", "t2d", "token_map") and value.dtype not in known:
+        if name not in (*layouts.VOCAB_MAPS, "token_map") and value.dtype not in known:
             yield f"{d.name_in_file[name]} is {value.dtype}: engines want float32, bfloat16 or float16"
 
 
 def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
-    """dtype or torch_dtype against the tensors."""
     dtypes = {
         str(v.dtype).removeprefix("torch.") for v in d.tensors.values() if v.is_floating_point()
     }
@@ -198,7 +220,6 @@ def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
 
 
 def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
-    """vocab_size against the target's."""
     if d.target is not None and d.config.get("vocab_size") != d.target.config["vocab_size"]:
         yield f"vocab_size is {d.config.get('vocab_size')} and the target's {d.target.config['vocab_size']}"
 
@@ -217,7 +238,7 @@ COMMON_RULES = (
 """Rules that hold in every engine, of the files alone."""
 
 
-def position_count(config: Mapping[str, Any], default: int | None = None) -> int | None:
+def position_count(config: HeadConfig, default: int | None = None) -> int | None:
     """Tokens that a model of this config.json can read; `default` where it names no number."""
     found = config.get("max_position_embeddings") or config.get("n_positions")
     return default if found is None else int(found)
@@ -237,45 +258,6 @@ class ContextAtLeastTargets:
         own, wanted = position_count(d.config, self.default), position_count(d.target.config)
         if own is not None and wanted is not None and own < wanted:
             yield f"the draft can read {own} tokens and the target {wanted}: {self.what}"
-
-
-# ---- parts of checks ----
-
-
-def lacks_sizes(d: DraftFiles) -> bool:
-    """Whether config.json lacks a size without which no shape is known."""
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    return any(d.get(key) is None for key in sizes)
-
-
-def head_dim(d: DraftFiles) -> int:
-    """Size of one attention head."""
-    return d.get("head_dim", d.get("hidden_size") // d.get("num_attention_heads"))
-
-
-def llama_layer_shapes(d: DraftFiles, width: int) -> dict[str, TensorShape]:
-    """{name: shape} of a Llama layer whose attention reads states of size `width`. The config must not lack a size."""
-    hidden, inner = d.get("hidden_size"), d.get("intermediate_size")
-    heads, size = d.get("num_attention_heads"), head_dim(d)
-    queries, keys = heads * size, d.get("num_key_value_heads", heads) * size
-    return {
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-
-
-def compare_shapes(d: DraftFiles, shapes: Mapping[str, TensorShape]) -> Iterator[str]:
-    """Tensors whose shape is not the one that config.json implies."""
-    for name, shape in shapes.items():
-        if name in d.tensors and tuple(d.tensors[name].shape) != shape:
-            yield f"{d.name_in_file[name]} is {list(d.tensors[name].shape)} and config.json implies {list(shape)}"
 
 
 def require_tensors(d: DraftFiles, names: Iterable[str]) -> Iterator[str]:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.serving import causal_rules as causal
-from decode.serving import eagle_rules as eagle
+from decode.serving import family_rules as family
 from decode.serving import prometheus
 from decode.serving.engine import (
     AcceptanceRule,
@@ -62,7 +61,6 @@ ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLME
 
 
 def wrong_architecture(d: DraftFiles) -> Iterator[str]:
-    """`architectures` without the class of these heads."""
     names = d.get("architectures", [])
     if ARCHITECTURES[d.family] not in names:
         yield f"architectures {names} do not contain {ARCHITECTURES[d.family]}"
@@ -75,8 +73,7 @@ def missing_fc_bias(d: DraftFiles) -> Iterator[str]:
 
 
 def dropped_layer_biases(d: DraftFiles) -> Iterator[str]:
-    """Dropped biases other than fc's."""
-    return (what for what in eagle.dropped_biases(d) if not what.startswith("fc.bias"))
+    return (what for what in family.dropped_biases(d) if not what.startswith("fc.bias"))
 
 
 def unread_layer_names(d: DraftFiles) -> Iterator[str]:
@@ -90,6 +87,14 @@ def ignored_aux_layer_ids(d: DraftFiles) -> Iterator[str]:
     nested_ids = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if d.config.get("eagle_aux_hidden_state_layer_ids") and not nested_ids:
         yield "eagle_aux_hidden_state_layer_ids is ignored without eagle_config: the default layers are read"
+
+
+def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
+    """SGLang reads only the key in `eagle_config`, plus one, else the default layers."""
+    if d.target_layers is not None:
+        _, outputs = family.named_layers(d)
+        ids = tuple(i + 1 for i in outputs or ())
+        yield from family.wrong_aux_layers(d, ids or family.default_aux_layers(d.target_layers))
 
 
 RULES = (
@@ -108,31 +113,31 @@ RULES = (
         Unsupported("SGLang has no Medusa: serve it with vLLM 0.32 or older"),
     ),
     Rule("architecture", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, wrong_architecture),
-    Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, eagle.speculators_config),
-    Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, eagle.norm_before_residual),
-    Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, eagle.changed_norm_flags),
-    Rule("shapes", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, eagle.wrong_shapes),
-    Rule("missing-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", eagle.missing_tensors),
-    Rule("unknown-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", eagle.unknown_tensors),
+    Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, family.speculators_config),
+    Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, family.norm_before_residual),
+    Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, family.changed_norm_flags),
+    Rule("shapes", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, family.wrong_shapes),
+    Rule("missing-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.missing_tensors),
+    Rule("unknown-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.unknown_tensors),
     Rule("layer-name", ("eagle3",), SILENT, f"{EAGLE3_PY} at 03d5a77", unread_layer_names, before="0.5.23"),
     Rule("dropped-bias", EAGLE_FAMILIES, SILENT, EAGLE3_PY, dropped_layer_biases),
-    Rule("bias-flags", EAGLE_FAMILIES, SILENT, EAGLE3_PY, eagle.unfilled_bias_flags),
+    Rule("bias-flags", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.unfilled_bias_flags),
     Rule("fc-bias", ("eagle1",), SILENT, EAGLE1_PY, missing_fc_bias),
     Rule("activation", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, RequireValue("hidden_act", "silu")),
-    Rule("layers", EAGLE_FAMILIES, SILENT, EAGLE3_PY, eagle.wrong_layer_count),
+    Rule("layers", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.wrong_layer_count),
     Rule("tied", ("eagle3",), SILENT, EAGLE3_PY, RequireValue("tie_word_embeddings", False, False)),
-    Rule("rope", EAGLE_FAMILIES, SILENT, EAGLE3_PY, eagle.rope_mismatch),
+    Rule("rope", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.rope_mismatch),
     Rule("rope-keys", EAGLE_FAMILIES, SILENT, "older versions read rope_theta", RequireKeys(("rope_theta",))),
     Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, RequireKeys(("draft_vocab_size",))),
-    Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_missing),
-    Rule("map-superfluous", ("eagle3",), IGNORED, EAGLE3_PY, eagle.unneeded_map),
-    Rule("map", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_wrong),
-    Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_dtype),
-    Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", eagle.t2d_dtype),
-    Rule("taps", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", eagle.wrong_sglang_aux_layers),
+    Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, family.map_missing),
+    Rule("map-superfluous", ("eagle3",), IGNORED, EAGLE3_PY, family.unneeded_map),
+    Rule("map", ("eagle3",), SILENT, EAGLE3_PY, family.map_wrong),
+    Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, family.map_dtype),
+    Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", family.t2d_dtype),
+    Rule("taps", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", wrong_aux_layers),
     Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", ignored_aux_layer_ids),
-    Rule("taps-disagree", ("eagle3",), SILENT, NOTES, eagle.conflicting_aux_layers),
-    Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    Rule("taps-disagree", ("eagle3",), SILENT, NOTES, family.conflicting_aux_layers),
+    Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, family.target_width_mismatch),
     Rule(
         "parallel",
         ("pard",),
@@ -140,11 +145,11 @@ RULES = (
         f"{NOTES} has no parallel drafting",
         Unsupported("SGLang has no parallel drafting: it would run this model token by token, without masks"),
     ),
-    *causal.RULES,
-    Rule("missing-tensor", ("causal",), SILENT, NOTES, causal.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, NOTES, causal.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, NOTES, causal.dropped_lm_head),
-    Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", causal.wrong_tokenizer),
+    *family.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, NOTES, family.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, NOTES, family.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, NOTES, family.dropped_lm_head),
+    Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", family.wrong_tokenizer),
 )  # fmt: skip
 
 

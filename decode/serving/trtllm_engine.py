@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.checkpoints import layouts
-from decode.serving import causal_rules as causal
-from decode.serving import eagle_rules as eagle
-from decode.serving import medusa_rules as medusa
+from decode.serving import family_rules as family
 from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.rules import (
     COMMON_RULES,
@@ -40,9 +38,14 @@ def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
     if d.target is None:
         return
     count = d.target.config["num_hidden_layers"]
-    wanted = eagle.trained_aux_layers(d)
-    if wanted is not None and wanted != eagle.default_aux_layers(count):
+    wanted = family.trained_aux_layers(d)
+    if wanted is not None and wanted != family.default_aux_layers(count):
         yield f"the head does not read the default layers: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"
+
+
+def unnumbered_tensors(d: DraftFiles) -> Iterator[str]:
+    if any(name.startswith("blocks.") for name in d.name_in_file.values()):
+        yield "tensors have vLLM's names: export it with --format medusa-legacy"
 
 
 EAGLE3 = ("eagle3",)
@@ -54,33 +57,33 @@ RULES = (
         "the server takes the smaller number for both and refuses longer requests"
     )),
     Rule("eagle1", ("eagle1",), REFUSED, SOURCE, Unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
-    Rule("nested-config", EAGLE3, REFUSED, SOURCE, eagle.speculators_config),
+    Rule("nested-config", EAGLE3, REFUSED, SOURCE, family.speculators_config),
     Rule("settings", EAGLE3, REFUSED, SOURCE, RequireKeys(("attention_bias", "torch_dtype", "num_hidden_layers"))),
-    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, eagle.norm_before_residual),
+    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, family.norm_before_residual),
     Rule("norm-before-fc", EAGLE3, SILENT, SOURCE, ignored_norm_before_fc),
-    Rule("norm-flags", EAGLE3, SILENT, SOURCE, eagle.changed_norm_flags),
-    Rule("shapes", EAGLE3, REFUSED, SOURCE, eagle.wrong_shapes),
-    Rule("missing-tensor", EAGLE3, SILENT, SOURCE, eagle.missing_tensors),
-    Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, eagle.unknown_tensors),
-    Rule("dropped-bias", EAGLE3, SILENT, SOURCE, eagle.dropped_biases),
-    Rule("bias-flags", EAGLE3, SILENT, SOURCE, eagle.unfilled_bias_flags),
+    Rule("norm-flags", EAGLE3, SILENT, SOURCE, family.changed_norm_flags),
+    Rule("shapes", EAGLE3, REFUSED, SOURCE, family.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, SILENT, SOURCE, family.missing_tensors),
+    Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, family.unknown_tensors),
+    Rule("dropped-bias", EAGLE3, SILENT, SOURCE, family.dropped_biases),
+    Rule("bias-flags", EAGLE3, SILENT, SOURCE, family.unfilled_bias_flags),
     Rule("activation", EAGLE3, SILENT, SOURCE, RequireValue("hidden_act", "silu")),
-    Rule("layers", EAGLE3, SILENT, SOURCE, eagle.wrong_layer_count),
-    Rule("rope", EAGLE3, SILENT, SOURCE, eagle.rope_mismatch),
+    Rule("layers", EAGLE3, SILENT, SOURCE, family.wrong_layer_count),
+    Rule("rope", EAGLE3, SILENT, SOURCE, family.rope_mismatch),
     Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", RequireKeys(("rope_theta",))),
     Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size", RequireKeys(("draft_vocab_size",))),
-    Rule("map-missing", EAGLE3, SILENT, SOURCE, eagle.map_missing),
-    Rule("map", EAGLE3, SILENT, SOURCE, eagle.map_wrong),
-    Rule("map-dtype", EAGLE3, SILENT, SOURCE, eagle.map_dtype),
+    Rule("map-missing", EAGLE3, SILENT, SOURCE, family.map_missing),
+    Rule("map", EAGLE3, SILENT, SOURCE, family.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, SOURCE, family.map_dtype),
     Rule("taps", EAGLE3, SILENT, "eagle3_layers_to_capture of the server", non_default_aux_layers),
-    Rule("taps-disagree", EAGLE3, SILENT, SOURCE, eagle.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, SOURCE, eagle.target_width_mismatch),
-    Rule("layout", ("medusa",), REFUSED, "TensorRT-LLM examples/medusa, from notes", medusa.unnumbered_tensors),
-    *causal.RULES,
-    Rule("missing-tensor", ("causal",), SILENT, DRAFT_TARGET_SOURCE, causal.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, DRAFT_TARGET_SOURCE, causal.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, causal.dropped_lm_head),
-    Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", causal.wrong_tokenizer),
+    Rule("taps-disagree", EAGLE3, SILENT, SOURCE, family.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, SOURCE, family.target_width_mismatch),
+    Rule("layout", ("medusa",), REFUSED, "TensorRT-LLM examples/medusa, from notes", unnumbered_tensors),
+    *family.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, DRAFT_TARGET_SOURCE, family.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, DRAFT_TARGET_SOURCE, family.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, family.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", family.wrong_tokenizer),
 )  # fmt: skip
 
 

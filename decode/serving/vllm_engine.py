@@ -13,10 +13,7 @@ from functools import partial
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.serving import block_rules as blocks
-from decode.serving import causal_rules as causal
-from decode.serving import eagle_rules as eagle
-from decode.serving import medusa_rules as medusa
+from decode.serving import family_rules as family
 from decode.serving import prometheus
 from decode.serving.engine import (
     AcceptanceRule,
@@ -58,15 +55,16 @@ from decode.serving.rules import (
     Rule,
     Unsupported,
     dtype_mismatch,
+    require_tensors,
     vocab_size_mismatch,
 )
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
 EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
 LLAMA_PY = "vllm/model_executor/models/llama.py, 0.32.0"
-MEDUSA_PY = "vllm/model_executor/models/medusa.py, 0.32.0"
-CONFIG_PY = "vllm/transformers_utils/configs/eagle.py, 0.32.0"
-MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/medusa.py, 0.32.0"
+MEDUSA_PY = "vllm/model_executor/models/family.py, 0.32.0"
+CONFIG_PY = "vllm/transformers_utils/configs/family.py, 0.32.0"
+MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/family.py, 0.32.0"
 SPECULATORS_PY = "vllm/transformers_utils/configs/speculators/, 0.32.0"
 RUNNER_PY = "vllm/v1/worker/gpu_model_runner.py (_get_eagle3_aux_layers_from_config), 0.32.0"
 SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
@@ -151,14 +149,13 @@ def implicit_norm_flag(d: DraftFiles) -> Iterator[str]:
 
 
 def skipped_norm_weights(d: DraftFiles) -> Iterator[str]:
-    """Weights of a norm that its flag turns off."""
-    if "input_norm.weight" in d.tensors and not eagle.norm_flag(d, "norm_before_fc"):
+    if "input_norm.weight" in d.tensors and not family.norm_flag(d, "norm_before_fc"):
         yield "input_norm.weight is skipped: norm_before_fc is not true"
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
     """Unknown tensors other than input_norm, which is skipped."""
-    return (w for w in eagle.unknown_tensors(d) if not w.startswith("input_norm"))
+    return (w for w in family.unknown_tensors(d) if not w.startswith("input_norm"))
 
 
 def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
@@ -172,6 +169,100 @@ def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
         yield f"draft_vocab_size is not set: the engine takes vocab_size, and lm_head has {len(head)} rows"
 
 
+def aux_layers(d: DraftFiles, count: int) -> family.LayerIds:
+    """The layers that vLLM reads: its own key, else SGLang's key without an offset, else the default."""
+    top, outputs = family.named_layers(d)
+    return tuple(sorted(set(top or outputs or ()))) or family.default_aux_layers(count)
+
+
+def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
+    if d.target_layers is not None:
+        yield from family.wrong_aux_layers(d, aux_layers(d, d.target_layers))
+
+
+def nested_causality(d: DraftFiles) -> Iterator[str]:
+    """Speculators' config, by which vLLM makes every layer causal unless sliding_window_non_causal is true."""
+    if d.is_speculators_format and not d.get("sliding_window_non_causal", False):
+        yield "sliding_window_non_causal is not true: every layer becomes causal, and blocks were trained both ways"
+
+
+def no_mask_state(d: DraftFiles) -> Iterator[str]:
+    yield from require_tensors(d, ["mask_hidden"])
+
+
+MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+"""Targets for which vLLM reads MTP layers in DeepSeek's layout."""
+
+
+def unknown_mtp_target(d: DraftFiles) -> Iterator[str]:
+    if d.get("model_type") not in MTP_MODEL_TYPES:
+        known = ", ".join(MTP_MODEL_TYPES)
+        yield f"model_type is {d.get('model_type')}: MTP layers in DeepSeek's layout are read for {known}"
+
+
+def missing_mtp_tensors(d: DraftFiles) -> Iterator[str]:
+    """The layer's own tensors, at the number behind the target's last layer."""
+    number = d.get("num_hidden_layers", 0)
+    names = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    yield from require_tensors(d, [f"model.layers.{number}.{name}" for name in names])
+    if not d.get("num_nextn_predict_layers", 0):
+        yield "num_nextn_predict_layers is not set: the engine looks for no such layer"
+
+
+# ---- Medusa ----
+
+
+def dropped_medusa_biases(d: DraftFiles) -> Iterator[str]:
+    dropped = [name for name in d.tensors if name.endswith(".bias")]
+    if dropped and not d.get("medusa_fc_bias", False):
+        yield f"medusa_fc_bias is not true: {len(dropped)} biases are dropped"
+
+
+def dropped_projections(d: DraftFiles) -> Iterator[str]:
+    projections = [name for name in d.tensors if name.startswith("lm_heads.")]
+    if d.get("original_lm_head", False) and len(projections) > 1:
+        yield f"original_lm_head is true: of {len(projections)} projections one is used for all heads"
+
+
+def hidden_size_mismatch(d: DraftFiles) -> Iterator[str]:
+    """hidden_size that is absent, which vLLM takes for 4096, or is not the target's."""
+    if "hidden_size" not in d.config:
+        yield "hidden_size is not set: the engine takes 4096"
+    if d.target is not None and d.get("hidden_size", 4096) != d.target.config["hidden_size"]:
+        yield f"hidden_size is {d.get('hidden_size', 4096)} and the target's {d.target.config['hidden_size']}"
+
+
+def missing_token_map(d: DraftFiles) -> Iterator[str]:
+    size, vocab = d.config.get("truncated_vocab_size"), d.get("vocab_size")
+    if size is not None and size != vocab and "token_map" not in d.tensors:
+        yield f"truncated_vocab_size is {size} of {vocab} and there is no token_map"
+
+
+def ambiguous_keys(d: DraftFiles) -> Iterator[str]:
+    """vLLM takes any key with num and heads, or num and layers, for the count, and the last one wins."""
+    for kind, known in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+        keys = [key for key in d.raw_config if "num" in key and kind in key]
+        values = {d.raw_config[key] for key in keys}
+        if len(values) > 1:
+            yield f"{', '.join(keys)} all become {known}, and they differ"
+
+
+def vocab_rows_mismatch(d: DraftFiles) -> Iterator[str]:
+    """Rows of the projections against the target's vocabulary size, which vLLM uses as vocab_size."""
+    if d.target is None:
+        return
+    vocab = d.target.config["vocab_size"]
+    for name, value in d.tensors.items():
+        if "lm_head" in name and len(value) != vocab:
+            yield f"{d.name_in_file[name]} has {len(value)} rows and the target's vocabulary {vocab}"
+
+
+def numbered_tensors(d: DraftFiles) -> Iterator[str]:
+    """Tensors in the numbered layout of FasterDecoding."""
+    if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.", name) for name in d.name_in_file.values()):
+        yield "tensors are numbered: export it with --format flat"
+
+
 RULES = (
     *COMMON_RULES,
     Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
@@ -183,42 +274,42 @@ RULES = (
     Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
     Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, implicit_norm_flag),
-    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, eagle.wrong_shapes),
-    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", eagle.missing_tensors),
+    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, family.wrong_shapes),
+    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", family.missing_tensors),
     Rule("unknown-tensor", EAGLES, REFUSED, WEIGHTS_PY, unknown_tensors),
     Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, skipped_norm_weights),
-    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, eagle.dropped_biases),
-    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, eagle.unfilled_bias_flags),
+    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, family.dropped_biases),
+    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, family.unfilled_bias_flags),
     Rule("activation", EAGLES, REFUSED, LLAMA_PY, RequireValue("hidden_act", "silu")),
-    Rule("layers", EAGLES, SILENT, EAGLE3_PY, eagle.wrong_layer_count),
-    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", eagle.rope_mismatch),
-    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, eagle.changed_norm_flags),
+    Rule("layers", EAGLES, SILENT, EAGLE3_PY, family.wrong_layer_count),
+    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", family.rope_mismatch),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, family.changed_norm_flags),
     Rule("draft-vocabulary", EAGLE3, REFUSED, EAGLE3_PY, implicit_draft_vocab_size),
-    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, eagle.map_missing),
-    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, eagle.unneeded_map),
-    Rule("map", EAGLE3, SILENT, EAGLE3_PY, eagle.map_wrong),
-    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, eagle.map_dtype),
-    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", eagle.t2d_dtype),
-    Rule("taps", EAGLE3, SILENT, RUNNER_PY, eagle.wrong_vllm_aux_layers),
-    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, eagle.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, family.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, family.unneeded_map),
+    Rule("map", EAGLE3, SILENT, EAGLE3_PY, family.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, family.map_dtype),
+    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", family.t2d_dtype),
+    Rule("taps", EAGLE3, SILENT, RUNNER_PY, wrong_aux_layers),
+    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, family.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, family.target_width_mismatch),
     # blocks
-    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, blocks.no_mask_token),
-    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, blocks.no_mask_state),
+    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, family.no_mask_token),
+    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, no_mask_state),
     Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
-    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, blocks.wrong_shapes),
-    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", blocks.missing_tensors),
-    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, blocks.unknown_tensors),
-    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, blocks.nested_causality),
-    Rule("causality", DFLASH, SILENT, DFLASH_PY, blocks.causal_blocks),
-    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", blocks.wrong_anchor),
-    Rule("taps", DFLASH, SILENT, RUNNER_PY, blocks.wrong_aux_layers),
-    Rule("map", DFLASH, SILENT, DFLASH_PY, eagle.map_wrong),
-    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, eagle.map_dtype),
+    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, family.wrong_shapes),
+    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", family.missing_tensors),
+    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, family.unknown_tensors),
+    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, nested_causality),
+    Rule("causality", DFLASH, SILENT, DFLASH_PY, family.causal_blocks),
+    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", family.wrong_anchor),
+    Rule("taps", DFLASH, SILENT, RUNNER_PY, family.wrong_block_layers),
+    Rule("map", DFLASH, SILENT, DFLASH_PY, family.map_wrong),
+    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, family.map_dtype),
     Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, RequireValue("markov_head_type", "vanilla", "vanilla")),
     # MTP layers
-    Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, blocks.unknown_mtp_target),
-    Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, blocks.missing_mtp_tensors),
+    Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, unknown_mtp_target),
+    Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, missing_mtp_tensors),
     # Medusa
     Rule(
         "removed",
@@ -228,22 +319,22 @@ RULES = (
         Unsupported("vLLM has no Medusa from 0.33.0 on: serve it with 0.32 or older"),
         since="0.33",
     ),
-    Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, medusa.missing_tensors),
-    Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, medusa.unknown_tensors),
-    Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, medusa.dropped_biases),
-    Rule("shared-projection", ("medusa",), SILENT, MEDUSA_PY, medusa.dropped_projections),
-    Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, medusa.wrong_shapes),
-    Rule("sizes", ("medusa",), REFUSED, f"{MEDUSA_CONFIG_PY}: 4096 by default", medusa.hidden_size_mismatch),
-    Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, medusa.missing_token_map),
-    Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, medusa.ambiguous_keys),
-    Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, medusa.vocab_rows_mismatch),
-    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", medusa.numbered_tensors, before="0.32"),
+    Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, family.missing_medusa_tensors),
+    Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, family.unknown_medusa_tensors),
+    Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, dropped_medusa_biases),
+    Rule("shared-projection", ("medusa",), SILENT, MEDUSA_PY, dropped_projections),
+    Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, family.wrong_shapes),
+    Rule("sizes", ("medusa",), REFUSED, f"{MEDUSA_CONFIG_PY}: 4096 by default", hidden_size_mismatch),
+    Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, missing_token_map),
+    Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, ambiguous_keys),
+    Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, vocab_rows_mismatch),
+    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", numbered_tensors, before="0.32"),
     # causal
-    *(replace(rule, families=LMS) for rule in causal.RULES),
-    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, causal.missing_tensors),
-    Rule("shapes", LMS, REFUSED, LOADER_PY, causal.wrong_shapes),
-    Rule("tied", LMS, SILENT, LLAMA_PY, causal.dropped_lm_head),
-    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
+    *(replace(rule, families=LMS) for rule in family.CAUSAL_RULES),
+    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, family.missing_tensors),
+    Rule("shapes", LMS, REFUSED, LOADER_PY, family.wrong_shapes),
+    Rule("tied", LMS, SILENT, LLAMA_PY, family.dropped_lm_head),
+    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", family.wrong_tokenizer),
 )  # fmt: skip
 
 

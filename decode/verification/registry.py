@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.verification.rules import (
@@ -31,14 +32,14 @@ from decode.verification.tree import chain_parents
 class DraftedTokens:
     """What a rule verifies: the drafted tokens of one round of B rows, and the target's logits after each of them."""
 
-    tokens: torch.Tensor
+    tokens: Tensor
     """[B, N] token ids, NO_DRAFT where a row has none. A chain has N = K."""
-    logits: torch.Tensor
+    logits: Tensor
     """[B, N + 1, V] of the target: after the last committed token, then after each drafted token."""
-    q: torch.Tensor | None
+    q: Tensor | None
     """The draft's distributions, [B, K, V] that a chain was drawn from or [B, N + 1, V] after each node of a tree;
     None: the tokens were not drawn (most probable ones, n-gram matches), which is always so for greedy decoding."""
-    parents: torch.Tensor | None
+    parents: Tensor | None
     """[N] or [B, N] of a tree, as in decode/verification/tree.py; None: a chain."""
     depth: int
     """K of a chain; levels of a tree."""
@@ -46,7 +47,7 @@ class DraftedTokens:
     sampler: Sampler
     """All random choices go through it; it is not used for greedy decoding."""
 
-    def p(self) -> torch.Tensor:
+    def p(self) -> Tensor:
         """[B, N + 1, V] the target's distributions under `sampling`; one-hot at the argmax for greedy decoding."""
         if self.sampling.greedy:
             best = self.logits.argmax(-1, keepdim=True)

@@ -11,12 +11,13 @@ decode/verification/registry.py gives the rules their names.
 Which rule is lossless depends on how the tokens were drafted (`verify_exact` chooses): `verify_chain` for a
 chain, drawn from q or not, and `verify_block` for one that was drawn; `verify_tree` for a tree of tokens that were not
 drawn (top-k, re-ranked), which needs no q; `verify_tree_sampled` for children drawn without replacement. The sampler is
-an argument so that tests can enumerate every draw and compare the exact law of the output with p.
+an argument so that tests can enumerate every draw and compare the exact distribution of the output with p.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode.verification.sampling import Sampler
 from decode.verification.tree import depths, path_sum
@@ -29,24 +30,24 @@ NO_DRAFT = -1
 class VerificationResult:
     """n drafted tokens are accepted and the bonus token follows: a correction if n < K, else an extra token."""
 
-    accepted: torch.Tensor  # [B] n
-    bonus: torch.Tensor  # [B]
-    path: torch.Tensor | None = None
+    accepted: Tensor  # [B] n
+    bonus: Tensor  # [B]
+    path: Tensor | None = None
     """For a tree [B, D + 1]: the accepted node at each depth, 0 first; beyond n the last one repeats. None: a chain."""
 
 
-def count_accepted(accept: torch.Tensor) -> torch.Tensor:
+def count_accepted(accept: Tensor) -> Tensor:
     """Length [B] of the leading run of True in accept [B, K]: one rejection discards all later tokens."""
     return accept.long().cumprod(-1).sum(-1)
 
 
-def verify_greedy(tokens: torch.Tensor, best: torch.Tensor) -> VerificationResult:
+def verify_greedy(tokens: Tensor, best: Tensor) -> VerificationResult:
     """Accepts while the drafted token is the target's argmax. tokens [B, K], best [B, K + 1] argmax of p."""
     accepted = count_accepted(tokens == best[:, :-1])
     return VerificationResult(accepted, best.gather(1, accepted[:, None])[:, 0])
 
 
-def accept_weights(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> torch.Tensor:
+def accept_weights(tokens: Tensor, p: Tensor, q: Tensor | None) -> Tensor:
     """[B, K, 2] weights of (accept, reject) for each drafted token: min(p, q) and q - min(p, q).
 
     Weights instead of the ratio p/q avoid a division by q = 0. q None: the draft is a point mass at its token.
@@ -59,14 +60,14 @@ def accept_weights(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None
     return torch.stack([stay, go], -1)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def residual(p: Tensor, q: Tensor) -> Tensor:
     """Weights [B, V] of max(p - q, 0), the distribution after a rejection; p itself where that is all zero (p == q)."""
     rest = (p - q).clamp_min(0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def verify_chain(
-    tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None, choose: Sampler
+    tokens: Tensor, p: Tensor, q: Tensor | None, choose: Sampler
 ) -> VerificationResult:
     """Speculative sampling of a chain (Leviathan et al. 2023, alg. 1; Chen et al. 2023): output ~ p exactly.
 
@@ -91,7 +92,7 @@ def verify_chain(
     return VerificationResult(accepted, choose(residual(p_next, q_next)))
 
 
-def _row_at(p: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _row_at(p: Tensor, index: Tensor) -> Tensor:
     """[B, V] the distribution at index [B] of each row of p [B, T, V]; a gather over V would read an index for each."""
     if p.shape[1] == 1:
         return p[:, 0]
@@ -102,9 +103,7 @@ def _row_at(p: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 # ---- chains, verified as one block ----
 
 
-def verify_block(
-    tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, choose: Sampler
-) -> VerificationResult:
+def verify_block(tokens: Tensor, p: Tensor, q: Tensor, choose: Sampler) -> VerificationResult:
     """Block verification of a chain (Sun et al. 2025): output ~ p exactly, mean acceptance at least verify_chain's.
 
     tokens [B, K] drawn from q [B, K, V], NO_DRAFT only after the drafted tokens, p [B, K + 1, V]. Each prefix is
@@ -123,7 +122,7 @@ def verify_block(
     return VerificationResult(accepted, choose(torch.where(more, cut, p_next)))
 
 
-def block_ratios(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def block_ratios(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """r [B, K + 1]: r_0 = 1, r_i = min(1, r_(i-1) p_i / q_i) of token i; 0 from the first NO_DRAFT or q = 0 on."""
     at = tokens.clamp_min(0)[..., None]
     p_token = p[:, : tokens.shape[1]].gather(-1, at)[..., 0]
@@ -136,9 +135,7 @@ def block_ratios(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torc
     return torch.stack(r, 1)
 
 
-def block_weights(
-    tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, r: torch.Tensor
-) -> torch.Tensor:
+def block_weights(tokens: Tensor, p: Tensor, q: Tensor, r: Tensor) -> Tensor:
     """[B, K, 2] weights of (success, failure) of the prefix of the first i tokens, i = 1 … K.
 
     The probability of success is r for the whole block and s / (s + 1 - r) for a shorter prefix, where s is the sum of
@@ -152,18 +149,16 @@ def block_weights(
     return torch.stack([torch.where((win == 0) & (lose == 0), 1, win), lose], -1)
 
 
-def last_success_index(success: torch.Tensor) -> torch.Tensor:
+def last_success_index(success: Tensor) -> Tensor:
     """[B]: the largest i in 1..K with success[:, i - 1] of [B, K], 0 if there is none."""
-    place = torch.arange(1, success.shape[1] + 1, device=success.device)
-    return torch.where(success, place, 0).amax(-1)
+    position = torch.arange(1, success.shape[1] + 1, device=success.device)
+    return torch.where(success, position, 0).amax(-1)
 
 
 # ---- trees ----
 
 
-def verify_tree(
-    tokens: torch.Tensor, parents: torch.Tensor, depth_limit: int, y: torch.Tensor
-) -> VerificationResult:
+def verify_tree(tokens: Tensor, parents: Tensor, depth_limit: int, y: Tensor) -> VerificationResult:
     """Walks from the root while the token sampled from p is among the children: output ~ p exactly, for any tree
     that was built without knowledge of y (Monte-Carlo form of the rule with q = 1 in EAGLE-2, Li et al. 2024).
 
@@ -173,31 +168,23 @@ def verify_tree(
     parents = parents.expand_as(tokens)
     depth = depths(parents)
     alive = accepted_path_mask(matches_target(tokens, parents, y), parents, depth, depth_limit)
-    last = torch.where(alive, depth, -1).argmax(
-        1
-    )  # siblings differ, so exactly one path is accepted
+    # Siblings differ, so exactly one path is accepted
+    last = torch.where(alive, depth, -1).argmax(1)
     return _result_at_node(last, parents, depth, depth_limit, y.gather(1, last[:, None])[:, 0])
 
 
-def matches_target(tokens: torch.Tensor, parents: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def matches_target(tokens: Tensor, parents: Tensor, y: Tensor) -> Tensor:
     """Bool [B, N]: the drafted token equals y [B, T] at its parent."""
     return (tokens == y.gather(1, parents)) & (tokens != NO_DRAFT)
 
 
-def accepted_path_mask(
-    accept: torch.Tensor, parents: torch.Tensor, depth: torch.Tensor, depth_limit: int
-) -> torch.Tensor:
+def accepted_path_mask(accept: Tensor, parents: Tensor, depth: Tensor, depth_limit: int) -> Tensor:
     """Bool [B, T]: accept [B, N] holds at the node and at all its ancestors, within the limit. The root always."""
     return (path_sum(accept.long(), parents) == depth) & (depth <= depth_limit)
 
 
 def verify_tree_sampled(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    depth_limit: int,
-    p: torch.Tensor,
-    q: torch.Tensor,
-    choose: Sampler,
+    tokens: Tensor, parents: Tensor, depth_limit: int, p: Tensor, q: Tensor, choose: Sampler
 ) -> VerificationResult:
     """Recursive rejection on a tree whose siblings were drawn from q WITHOUT replacement (SpecInfer, Miao et al.
     2024; EAGLE, Li et al. 2024): output ~ p exactly.
@@ -225,24 +212,22 @@ def verify_tree_sampled(
     return _result_at_node(last, parents, depth, depth_limit, choose(p_now))
 
 
-def distributions_after_rejection(
-    token: torch.Tensor, p: torch.Tensor, q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def distributions_after_rejection(token: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """(p, q) [B, V] for the next sibling after token [B, 1] was rejected: p's residual, and q without the token."""
     return _normalize(residual(p, q)), _normalize(q.scatter(1, token, 0))
 
 
-def _normalize(weights: torch.Tensor) -> torch.Tensor:
+def _normalize(weights: Tensor) -> Tensor:
     """Weights [..., V] scaled to sum 1; all-zero weights stay all zero."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1)
 
 
 def verify_typical(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
+    tokens: Tensor,
+    parents: Tensor,
     depth_limit: int,
-    p: torch.Tensor,
+    p: Tensor,
     choose: Sampler,
     epsilon: float = 0.09,
     delta: float = 0.3,
@@ -268,11 +253,7 @@ def verify_typical(
 
 
 def _result_at_node(
-    last: torch.Tensor,
-    parents: torch.Tensor,
-    depth: torch.Tensor,
-    depth_limit: int,
-    bonus: torch.Tensor,
+    last: Tensor, parents: Tensor, depth: Tensor, depth_limit: int, bonus: Tensor
 ) -> VerificationResult:
     """The result that accepts the path from the root to node last [B], followed by bonus [B]."""
     up = torch.cat([torch.zeros_like(last)[:, None], parents], 1)

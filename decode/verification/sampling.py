@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from decode.common.ranges import CountOrZero, Temperature, TopP
 
@@ -20,7 +21,7 @@ RARE = 2.0**-17
 """All tokens below this probability seldom matter, so that those above are looked at alone."""
 
 
-def keep_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+def keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     """Probabilities [..., V], renormalised, of the smallest set of most probable tokens whose total in probs is
     at least `top_p`; those of other tokens are 0. Of equally probable tokens the ones with lower ids come first.
 
@@ -33,13 +34,13 @@ def keep_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     return kept.div_(kept.sum(-1, keepdim=True))
 
 
-def reads_are_free(tensor: torch.Tensor) -> bool:
+def reads_are_free(tensor: Tensor) -> bool:
     """Whether the host may read `tensor` without waiting: on a CPU."""
     return tensor.device.type == "cpu"
 
 
 @torch.library.custom_op("draftsmith::top_p", mutates_args=())
-def top_p_on_cpu(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+def top_p_on_cpu(probs: Tensor, top_p: float) -> Tensor:
     """`keep_top_p` without sorting the vocabulary, which would take longer than a pass of a small model.
 
     It reads tensors on the host, and is an operation that compiled code calls.
@@ -60,17 +61,17 @@ def top_p_on_cpu(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 @top_p_on_cpu.register_fake
-def _(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+def _(probs: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(probs)
 
 
-def _cut(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
+def _cut(ordered: Tensor, top_p: float) -> Tensor:
     """Probabilities [..., n] in falling order, those from the first total of at least top_p on set to 0, in place."""
     before = ordered.cumsum(-1).sub_(ordered)  # of all better tokens: the best one is always kept
     return ordered.masked_fill_(before >= top_p, 0.0)
 
 
-def _gather(probs: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The entries of probs [R, V] where `mask` is set, in order, and their places, [R, n]; 0 where a row has fewer."""
     row, at = mask.nonzero(as_tuple=True)
     count = torch.bincount(row, minlength=len(probs))
@@ -81,7 +82,7 @@ def _gather(probs: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torc
     return found, index
 
 
-def _likely(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+def _likely(probs: Tensor, top_p: float) -> Tensor:
     """Bool [R, V]: all tokens of at least some probability, in each row enough to have top_p with room for rounding.
 
     Every other token comes after a total of top_p, and so is outside the nucleus.
@@ -102,7 +103,7 @@ def _likely(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 SUM_BLOCK = 256
 """Weights that `sample_inverse_cdf` adds up before it runs over the sums."""
 
-Sampler = Callable[[torch.Tensor], torch.Tensor]
+Sampler = Callable[[Tensor], Tensor]
 """weights [B, ..., n], non-negative and of any scale -> indices [B, ...] drawn in proportion to them."""
 
 
@@ -119,11 +120,10 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0."""
         return self.temperature == 0
 
 
-def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def warp(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Probabilities [..., V] after temperature, top-k, then top-p (of the renormalised rest), in that order.
 
     Computed in fp32 (fp64 logits in fp64): bf16 probabilities bias acceptance upwards. All ties at the top-k threshold
@@ -138,12 +138,12 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return keep_top_p(probs, sampling.top_p) if sampling.top_p < 1 else probs
 
 
-def has_finite_logits(logits: torch.Tensor) -> torch.Tensor:
+def has_finite_logits(logits: Tensor) -> Tensor:
     """[B] bool: logits [B, T, V] give a distribution at each position of the row. -inf makes a token impossible."""
     return logits.amax(-1).isfinite().all(-1)  # the largest of numbers and NaN is NaN
 
 
-def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def sample_inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """Index [...] at which the running sum of weights [..., n] first exceeds uniform [...] of its total.
 
     Inverse transform sampling without a host read. It runs in fp64, because the error of an fp32 running sum over
@@ -170,7 +170,7 @@ def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Te
     return block[..., 0] * SUM_BLOCK + place
 
 
-def _first_beyond(running: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
+def _first_beyond(running: Tensor, aim: Tensor) -> Tensor:
     """Index [...] of the first of the running sums [..., n] that exceeds aim [...]; the last one if none does."""
     return (running <= aim[..., None]).sum(-1).clamp_max(running.shape[-1] - 1)
 
@@ -183,19 +183,19 @@ class CounterRNG:
     and change in place, so that a captured CUDA graph draws new numbers at every replay. Calling it is a Sampler.
     """
 
-    def __init__(self, seeds: torch.Tensor):
+    def __init__(self, seeds: Tensor):
         self.seeds = _splitmix64(seeds)  # [B] int64
         self.draws = torch.zeros_like(seeds)  # [B]: draws of the row so far
 
-    def reset_rows(self, row: torch.Tensor, seeds: torch.Tensor) -> None:
+    def reset_rows(self, row: Tensor, seeds: Tensor) -> None:
         """Restarts rows `row` [b] with `seeds` [b]."""
         self.seeds[row] = _splitmix64(seeds)
         self.draws[row] = 0
 
-    def for_rows(self, row: torch.Tensor) -> Sampler:
+    def for_rows(self, row: Tensor) -> Sampler:
         """A Sampler for weights [b, ..., n] of rows `row` [b]; the counters of other rows do not change."""
 
-        def choose(weights: torch.Tensor) -> torch.Tensor:
+        def choose(weights: Tensor) -> Tensor:
             self.draws[row] += 1
             shape = weights.shape[:-1]
             return sample_inverse_cdf(
@@ -204,22 +204,22 @@ class CounterRNG:
 
         return choose
 
-    def uniform(self, shape: torch.Size) -> torch.Tensor:
+    def uniform(self, shape: torch.Size) -> Tensor:
         """New numbers of `shape` [B, ...] in (0, 1), fp64, 32 random bits each."""
         self.draws += 1
         return _counter_uniform(self.seeds, self.draws, shape)
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: Tensor) -> Tensor:
         return sample_inverse_cdf(weights, self.uniform(weights.shape[:-1]))
 
 
-def _counter_uniform(seeds: torch.Tensor, draws: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _counter_uniform(seeds: Tensor, draws: Tensor, shape: torch.Size) -> Tensor:
     place = torch.arange(shape[1:].numel(), device=seeds.device)
     bits = _splitmix64(_splitmix64(place + (draws << 32)[:, None]) ^ seeds[:, None]) & 0xFFFFFFFF
     return ((bits.double() + 0.5) / 2**32).reshape(shape)
 
 
-def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+def _splitmix64(x: Tensor) -> Tensor:
     """SplitMix64's output function on int64, wrapping; shifts are made logical by a mask."""
     x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9

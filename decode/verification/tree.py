@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 
@@ -52,12 +53,12 @@ def max_slots(shape: TreeShape, k: int) -> int:
     return max(shape.nodes, shape.width * k) + 1
 
 
-def chain_parents(k: int, device: torch.device | str | None = None) -> torch.Tensor:
+def chain_parents(k: int, device: torch.device | str | None = None) -> Tensor:
     """Parents [k] of a chain of k tokens."""
     return torch.arange(k, device=device)
 
 
-def path_sum(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+def path_sum(values: Tensor, parents: Tensor) -> Tensor:
     """[..., T]: values [..., N] of the drafted nodes summed over each node and its ancestors; 0 at the root.
 
     Pointer doubling: after m steps each node holds the sum over 2^m nodes and points 2^m nodes up.
@@ -69,12 +70,12 @@ def path_sum(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def depths(parents: torch.Tensor) -> torch.Tensor:
+def depths(parents: Tensor) -> Tensor:
     """Edges [..., T] between the root and each node."""
     return path_sum(torch.ones_like(parents), parents)
 
 
-def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
+def ancestor_mask(parents: Tensor) -> Tensor:
     """Bool [..., T, T]: [i, j] is True where j is i or an ancestor of i. The mask of tree attention."""
     up = _prepend_root(parents)
     size = up.shape[-1]
@@ -85,9 +86,7 @@ def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
     return above
 
 
-def rerank_candidates(
-    scores: torch.Tensor, parents: torch.Tensor, keep: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rerank_candidates(scores: Tensor, parents: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The best `keep` of C candidates as a tree (EAGLE-2, Li et al. 2024): (index, parents), both [B, keep].
 
     scores [B, C] is log q summed along the path, so no child has a higher score than its parent; parents [B, C].
@@ -153,6 +152,6 @@ def expected_tokens_per_round(tree: StaticTree, rank_accuracy: Sequence[Sequence
     return sum(value)
 
 
-def _prepend_root(values: torch.Tensor) -> torch.Tensor:
+def _prepend_root(values: Tensor) -> Tensor:
     """[..., T] from [..., N]: a 0 in front for the root. For `parents`: the root is its own parent."""
     return torch.cat([values.new_zeros((*values.shape[:-1], 1)), values], -1)

@@ -28,7 +28,7 @@ class SimulatedDraft(Draft):
         self.alpha, self.vocab_size, self.cost = list(alpha), vocab_size, cost
         self.answers: dict[tuple[int, ...], list[int]] = {}
         self.on_host = cost is not None and cost.on_host
-        self.taps = None if cost is None else cost.taps
+        self.aux_layers = None if cost is None else cost.aux_layers
 
     def record_answers(
         self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int

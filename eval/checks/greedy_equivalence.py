@@ -20,7 +20,7 @@ import torch
 
 from decode.constraints.grammar import Matcher
 from decode.model.compatibility import cache_name
-from decode.model.layer_stack import is_whole
+from decode.model.layer_stack import holds_all_weights
 from decode.model.loading import Target
 from decode.model.seq2seq import (
     decoder_inputs,
@@ -146,7 +146,7 @@ def measure_pair(
         logits = logits_after(model, ids, start, width, **arguments)
         return float(logits[pair[0]] - logits[pair[1]])
 
-    with wider_precision(model) if is_whole(model) else nullcontext():
+    with wider_precision(model) if holds_all_weights(model) else nullcontext():
         exact = gap(len(ids), 1)
     apart = max(
         1, start - 1

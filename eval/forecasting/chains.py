@@ -146,7 +146,7 @@ def follow_texts(
             chains.append(read_chain(draft.propose(history, length, s.k), follower.tokens))
         if i + 1 < count:
             logits = runner.step(token, length - 1)[:, -1]
-            if draft.taps is not None:
+            if draft.aux_layers is not None:
                 reader, states = draft.state_reader(), runner.features
                 reader.update_hidden_states(states, torch.ones_like(length))
     runner.capture_hidden_states(None)
@@ -176,13 +176,13 @@ def begin(
         line[: len(prompt)] = torch.tensor(prompt, device=runner.device)
     begin_request()
     runner.allocate(rows, size)
-    runner.capture_hidden_states(draft.taps)
+    runner.capture_hidden_states(draft.aux_layers)
     draft.begin_batch(DraftContext(rows, size, k, sampling, follower))
     for cache in [runner.cache, *draft.kv_caches()]:
-        cache.slots.show(size)
+        cache.slots.limit_to(size)
     row = torch.arange(rows, device=runner.device)
     logits = runner.prefill(history[:, :width], length, row)
-    features = None if draft.taps is None else runner.features
+    features = None if draft.aux_layers is None else runner.features
     draft.prefill(row, history[:, :width], length, features)
     return history, length, logits
 

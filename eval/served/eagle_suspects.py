@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
+from decode.checkpoints.layouts import Shapes
 from decode.drafts.drafting import ReducedVocab
 from decode.model.hidden_states import HiddenStateSpec
-from decode.serving import eagle_rules as eagle
+from decode.serving import family_rules, vllm_engine
 from decode.serving.edits import ConfigEdit, Edit, TensorEdit, combine, set_config
 from decode.serving.rules import DraftFiles
 from eval.served.reading import (
     AdjustFn,
     Reading,
-    Shapes,
     drop_all,
     fill_tensors,
     layer_config,
@@ -29,14 +29,14 @@ def taps(d: DraftFiles) -> Iterator[Reading]:
     assert d.target is not None
     count: int = d.target.config["num_hidden_layers"]
     own = written_taps(d, count)
-    trained = eagle.trained_aux_layers(d) or own
+    trained = family_rules.trained_aux_layers(d) or own
     options: dict[tuple[int, ...], bool] = {}
     for layers, visible in (
         (trained, True),
-        (eagle.vllm_aux_layers(d, count), True),
+        (vllm_engine.aux_layers(d, count), True),
         (tuple(i + 1 for i in own), False),
         (tuple(i - 1 for i in own), False),
-        (eagle.default_aux_layers(count) if count >= 7 else own, False),
+        (family_rules.default_aux_layers(count) if count >= 7 else own, False),
     ):
         if len(layers) == len(own) and all(0 <= i < count for i in layers):
             options.setdefault(layers, visible)
@@ -56,7 +56,7 @@ def earlier_state(d: DraftFiles) -> Iterator[Reading]:
     last: int = d.target.config["num_hidden_layers"] - 1
 
     def adjust(draft: Any) -> None:
-        draft.taps = HiddenStateSpec((last,))
+        draft.aux_layers = HiddenStateSpec((last,))
 
     says = f"the state that enters layer {last} instead of the final one"
     yield Reading("taps", says, combine(), adjust)
@@ -67,7 +67,12 @@ def written_taps(d: DraftFiles, count: int) -> tuple[int, ...]:
     outputs = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     own = d.config.get("eagle_aux_hidden_state_layer_ids")
     return tuple(
-        own or (layouts.output_to_capture(outputs) if outputs else eagle.default_aux_layers(count))
+        own
+        or (
+            layouts.output_to_capture(outputs)
+            if outputs
+            else family_rules.default_aux_layers(count)
+        )
     )
 
 
@@ -79,8 +84,8 @@ NORM_TENSORS = {"norm_before_fc": "input_norm.", "fc_norm": "fc_norm."}
 
 def norms(d: DraftFiles) -> Iterator[Reading]:
     """Each norm flag of EAGLE-3 the other way round; norms that are left at one."""
-    for flag in layouts.NORM_FLAGS:
-        on, own = eagle.norm_flag(d, flag), NORM_TENSORS.get(flag, "-")
+    for flag in eagle_layouts.NORM_FLAGS:
+        on, own = family_rules.norm_flag(d, flag), NORM_TENSORS.get(flag, "-")
         there = [name for name in d.tensors if name.startswith(own)]
         fill = {} if on or there else flag_shapes(d, flag)
         yield Reading(
@@ -103,7 +108,10 @@ def set_flag(d: DraftFiles, flag: str, value: bool) -> ConfigEdit:
 
 def flag_shapes(d: DraftFiles, flag: str) -> Shapes:
     """The tensors that a norm flag implies."""
-    count, width = eagle.aux_layer_count(d), d.get("target_hidden_size", d.get("hidden_size"))
+    count, width = (
+        eagle_layouts.aux_layer_count(d.config),
+        d.get("target_hidden_size", d.get("hidden_size")),
+    )
     shapes: dict[str, Shapes] = {
         "norm_before_fc": {"input_norm.weight": (count * width,)},
         "fc_norm": {f"fc_norm.{i}.weight": (width,) for i in range(count)},
@@ -183,5 +191,5 @@ def swapped_inputs(d: DraftFiles) -> Iterator[Reading]:
 
 def shared_matrices(d: DraftFiles) -> Iterator[Reading]:
     """The target's embedding or output matrix in place of the draft's own."""
-    for name in sorted(eagle.shared_tensors(d) & set(d.tensors)):
+    for name in sorted(family_rules.shared_tensors(d) & set(d.tensors)):
         yield Reading("matrices", f"the target's {name}", drop_all(d, [name]))

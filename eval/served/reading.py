@@ -9,13 +9,13 @@ import torch
 
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.importers import Tensors
+from decode.checkpoints.layouts import Shapes
 from decode.drafts.base import METADATA_FILE
 from decode.serving.edits import ConfigEdit, Edit, EditSequence, TensorEdit
-from decode.serving.rules import DraftFiles, TensorShape
+from decode.serving.rules import DraftFiles
 
 AdjustFn = Callable[[Any], None]
 """Changes a loaded draft in place, where no edit of its files could."""
-Shapes = dict[str, TensorShape]
 
 
 @dataclass(frozen=True)

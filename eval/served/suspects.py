@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
+from decode.checkpoints.head_layouts import medusa_counts
 from decode.checkpoints.importers import Tensors
+from decode.checkpoints.layouts import VOCAB_MAPS, Shapes
 from decode.common.errors import UserError
-from decode.serving import causal_rules as causal
-from decode.serving import eagle_rules as eagle
-from decode.serving import medusa_rules as medusa
+from decode.serving import family_rules
 from decode.serving.edits import (
     Edit,
     RemoveFile,
@@ -26,7 +26,6 @@ from decode.serving.rules import DraftFiles, has_file
 from eval.served import eagle_suspects as heads
 from eval.served.reading import (
     Reading,
-    Shapes,
     drop_all,
     fill_tensors,
     layer_config,
@@ -82,7 +81,7 @@ HAS_OWN_SUSPECT = re.compile(r"\.bias$|^lm_head|^token_map$|rotary_emb\.|^verifi
 def missing_tensors(d: DraftFiles) -> Iterator[Reading]:
     """What is missing left as it may have been allocated, or found under the unknown name of an equal shape."""
     missing = missing_shapes(d)
-    implied = {*SHAPES[d.family](d), *eagle.VOCAB_MAPS}
+    implied = {*d.shapes, *VOCAB_MAPS}
     others = [n for n in d.tensors if n not in implied and not HAS_OWN_SUSPECT.search(n)]
     unknown = {d.name_in_file[name]: tuple(d.tensors[name].shape) for name in others}
 
@@ -104,10 +103,10 @@ def missing_tensors(d: DraftFiles) -> Iterator[Reading]:
 
 def missing_shapes(d: DraftFiles) -> Shapes:
     """{name: shape} of the tensors that a decoder needs and that are not there, maps left out."""
-    shapes = SHAPES[d.family](d)
-    optional = {"fc.bias", *eagle.VOCAB_MAPS}
+    shapes = d.shapes
+    optional = {"fc.bias", *VOCAB_MAPS}
     if d.family in EAGLES:
-        optional |= eagle.shared_tensors(d)
+        optional |= family_rules.shared_tensors(d)
     return {n: shape for n, shape in shapes.items() if n not in d.tensors and n not in optional}
 
 
@@ -116,7 +115,7 @@ def missing_shapes(d: DraftFiles) -> Shapes:
 
 def medusa_heads(d: DraftFiles) -> Iterator[Reading]:
     """Biases dropped; one projection for all heads, theirs or the target's; the heads one position off."""
-    count, shared = medusa.head_count(d), bool(d.get("original_lm_head", False))
+    count, shared = medusa_counts(d.config)[0], bool(d.get("original_lm_head", False))
     biases = [name for name in d.tensors if name.endswith(".bias")]
     projections = [name for name in d.tensors if name.startswith("lm_heads.")]
     others = [name for name in projections if name != "lm_heads.0.weight"]
@@ -161,14 +160,16 @@ def rotate_heads(d: DraftFiles, count: int, step: int) -> TensorEdit:
 
 def tied_head(d: DraftFiles) -> Iterator[Reading]:
     """The embedding as output matrix where there is another, or the other where the embedding is to be it."""
-    if causal.LM_HEAD in d.tensors:
+    if family_rules.LM_HEAD in d.tensors:
         tied = bool(d.get("tie_word_embeddings", False))
-        says = f"{causal.LM_HEAD} as output matrix" if tied else "the embedding as output matrix"
+        says = (
+            f"{family_rules.LM_HEAD} as output matrix" if tied else "the embedding as output matrix"
+        )
         edit = set_config(tie_word_embeddings=not tied)
         yield Reading("matrices", says, edit, visible=tied)
 
 
-def whole_head(d: DraftFiles) -> Iterator[Reading]:
+def full_head(d: DraftFiles) -> Iterator[Reading]:
     """All rows of the output matrix of a draft that was trained on some of them."""
     if has_file(d.path, VOCAB_FILE):
         yield Reading("vocabulary map", f"no {VOCAB_FILE}", RemoveFile(VOCAB_FILE), visible=True)
@@ -197,12 +198,6 @@ SUSPECTS: dict[str, tuple[Callable[[DraftFiles], Iterator[Reading]], ...]] = {
         heads.shared_matrices,
     ),
     "medusa": (heads.earlier_state, medusa_heads, missing_tensors),
-    "causal": (rope, missing_tensors, tied_head, whole_head),
+    "causal": (rope, missing_tensors, tied_head, full_head),
 }
 """The suspects of a family. For the others only RoPE is switched."""
-SHAPES: dict[str, Callable[[DraftFiles], Shapes]] = {
-    **dict.fromkeys(EAGLES, eagle.expected_shapes),
-    "medusa": medusa.expected_shapes,
-    "causal": causal.expected_shapes,
-}
-"""What config.json implies of the tensors."""

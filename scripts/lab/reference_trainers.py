@@ -67,7 +67,7 @@ class PlainEagle3(nn.Module):
                 output_hidden_states=True,
                 use_cache=False,
             )
-            states = torch.cat([out.hidden_states[layer] for layer in net.taps.layers], -1)
+            states = torch.cat([out.hidden_states[layer] for layer in net.aux_layers.layers], -1)
             states = states.to(net.fc.weight.dtype)
             logits = shifted(out.logits, 1)
             counted = divergences.argmax_in_vocabulary(logits, net.ids)
@@ -111,7 +111,9 @@ class StepTimer:
 
     def start(self) -> None:
         """Call before the first step."""
-        self.initial_bytes = _memory_in_use(self.device)
+        cuda = self.device.type == "cuda"
+        in_use = torch.cuda.memory_allocated if cuda else throughput.peak_memory_bytes
+        self.initial_bytes = in_use(self.device)
 
     def step(self) -> None:
         """Call after each step; waits for the device."""
@@ -129,14 +131,6 @@ class StepTimer:
             "peak_bytes": throughput.peak_memory_bytes(self.device) - self.initial_bytes,
             "peak_bytes_in_all": throughput.peak_memory_bytes(self.device),
         }
-
-
-def _memory_in_use(device: torch.device) -> int:
-    return (
-        torch.cuda.memory_allocated(device)
-        if device.type == "cuda"
-        else throughput.peak_memory_bytes(device)
-    )
 
 
 def train_reference(s: Any, kind: str, net: Eagle3Model | None = None) -> dict[str, float]:

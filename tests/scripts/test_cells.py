@@ -3,7 +3,7 @@
 import json
 import random
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_cells_of_something_else_are_measured_again(
     with pytest.raises(Terminated):
         measure_beside(out, BenchConfig(), log, 4)
     if changed == "machine":
-        monkeypatch.setattr(cells.provenance, "hardware", lambda: hardware() | {"threads": 77})
+        monkeypatch.setattr(cells.provenance, "hardware", lambda: replace(hardware(), threads=77))
     if changed == "commit":
         monkeypatch.setattr(cells.provenance, "git_sha", lambda: "another")
     measure_beside(out, BenchConfig(steps=4 if changed == "steps" else 3), log)

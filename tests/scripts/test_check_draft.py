@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.checkpoints.draft_vocab import VOCAB_FILE, save_ids
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, draft_sha256
@@ -59,7 +59,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, target: str) -> dict[str, Pat
         if family in ("eagle3", "narrow"):
             ids, width = ids_of(family, V), 8 if family == "narrow" else 0
             size = V if ids is None else len(ids)
-            config = layouts.eagle3_config(own.runner.config, V, size, (2, 4, 5), width)
+            config = eagle_layouts.eagle3_config(own.runner.config, V, size, (2, 4, 5), width)
             net: Any = randomise(
                 Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), ids), 0
             )
@@ -184,7 +184,7 @@ def test_taps_are_right_in_every_engine_or_said(
     """Catches layers other than the default ones read as those: vLLM and SGLang find them, TensorRT-LLM is told."""
     own, ids = small_target(), ids_of("eagle3", V)
     assert ids is not None
-    config = layouts.eagle3_config(own.runner.config, V, len(ids), layers)
+    config = eagle_layouts.eagle3_config(own.runner.config, V, len(ids), layers)
     net: Any = randomise(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids), 0)
     layouts.save_heads(tmp_path, config, net, torch.float32, ids)
     facts = json.loads((good["eagle3"] / METADATA_FILE).read_text())

@@ -11,8 +11,8 @@ from decode.checkpoints.draft_vocab import save_ids, silence_other_tokens
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
-from decode.serving.causal_rules import whole_head
 from decode.serving.export import export_hf
+from decode.serving.family_rules import full_head
 from decode.serving.rules import read_draft
 from tests.decode.engine.test_engine import PROMPTS, WORDS, save
 from tests.tiny import VOCAB, tiny_model
@@ -94,6 +94,6 @@ def test_an_exported_reduced_draft_keeps_to_its_tokens_everywhere(
     embeddings = [model.get_input_embeddings().weight for model in (copied, own)]
     shared = min(rows, VOCAB)
     assert torch.equal(embeddings[0][:shared], embeddings[1][:shared])
-    findings = [list(whole_head(read_draft(str(folder)))) for folder in (path, out)]
+    findings = [list(full_head(read_draft(str(folder)))) for folder in (path, out)]
     assert [len(found) for found in findings] == [1, 0]
     assert "scripts/export.py --format hf" in findings[0][0]

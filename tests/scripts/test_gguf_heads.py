@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.checkpoints import layouts
+from decode.checkpoints import block_layouts, eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.dflash_model import DFlashModel
@@ -64,11 +64,11 @@ def save_heads(folder: Path, own: Target, family: str, **changes: Any) -> Path:
     net: Any
     if family == "eagle3":
         width = changes.pop("width", 0)
-        fields = layouts.eagle3_config(config, V, size, taps, width, norms) | changes
+        fields = eagle_layouts.eagle3_config(config, V, size, taps, width, norms) | changes
         net = Eagle3Model(llama_config(fields), HiddenStateSpec(taps), ids)
     else:
         rank = 24 if family == "dspark" else 0
-        fields = layouts.dflash_config(config, V, size, taps, 2, 5, 7, rank) | changes
+        fields = block_layouts.dflash_config(config, V, size, taps, 2, 5, 7, rank) | changes
         net = DFlashModel(
             llama_config(fields), HiddenStateSpec(taps), ids, LMHead(own.runner.model)
         )
@@ -248,7 +248,7 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype: Any, own: Target, tmp_p
 
 def test_positions_of_four_sections_are_one_in_text(own: Target) -> None:
     """Catches a DFlash draft of a target with M-RoPE whose positions llama.cpp would read otherwise."""
-    fields = layouts.dflash_config(own.runner.config, V, V, (3,), 2, 5, 7, 0)
+    fields = block_layouts.dflash_config(own.runner.config, V, V, (3,), 2, 5, 7, 0)
     head = LMHead(own.runner.model)
     net = DFlashModel(llama_config(fields), HiddenStateSpec((3,)), None, head)
     sections = {"rope_parameters": {"mrope_section": [8, 12, 12]}}

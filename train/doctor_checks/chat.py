@@ -111,7 +111,8 @@ def check_sources(
         keeps = (template.system, template.tools, template.tool_calls, template.tool_results)
         for (what, defect), kept in zip(found.items(), keeps, strict=True):
             if kept != "kept":
-                kind = f"template {'refuses' if kept == 'refused' else 'drops'} {{what}}"
+                refuses, drops = "template refuses {what}", "template drops {what}"
+                kind = refuses if kept == "refused" else drops
                 tally.report(kind, defect.rows, len(prompts), defect, what=what)
         if turns == "all" and (template.drops_thoughts or template.rewrites_history):
             tally.report("turns cannot be sampled", several.rows, len(prompts), several)

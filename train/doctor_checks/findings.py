@@ -306,6 +306,7 @@ class Tally:
 
     def add(self, name: str, row: SeenRow, tokens: int = 0) -> None:
         """Counts a row with the defect KINDS[name]; `tokens` of it are affected."""
+        # The table is asked already here, so that a name it does not have fails where it is written.
         self.defects[KINDS[name].name].add(row, tokens)
 
     def report(

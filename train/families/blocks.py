@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.blocks import MASK_FIELD, PardDraft, PEagleDraft
@@ -124,7 +124,9 @@ class PEagle(Eagle3):
         mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
         net, config = init_eagle3(context, counts, mask)
         draft = TrainablePEagle(context, "peagle", net, config, s.block)
-        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+            net.ids, counts
+        )
         return draft
 
 

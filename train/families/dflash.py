@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import block_layouts, layouts
 from decode.drafts import blocks
 from decode.drafts.base import Draft
 from decode.drafts.blocks import DFlashDraft
@@ -240,7 +240,7 @@ def new_config(
 ) -> Config:
     """config.json of a new draft with `size` tokens in its vocabulary."""
     rank = s.markov_rank if name == "dspark" else 0
-    return layouts.dflash_config(
+    return block_layouts.dflash_config(
         target_config,
         vocab,
         size,

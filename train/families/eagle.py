@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.loading import Target
 from decode.model.masks import recomputed, run_now
 from train.data import batching, vocab_mapping
@@ -66,7 +66,9 @@ class Eagle3(FamilyTrainer):
         counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
         net, config = init_eagle3(context, counts)
         draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
-        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+            net.ids, counts
+        )
         return draft
 
 
@@ -161,9 +163,9 @@ class TrainableEagle(TrainableDraft):
 
     def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
-        check_taps(net.taps, target.runner.config.num_hidden_layers)
+        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
         self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.taps)
+        self.teacher = context.teacher(net.aux_layers)
         embedding = target.runner.model.get_input_embeddings().weight.detach()
         self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
@@ -211,7 +213,7 @@ def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel
     if s.init:
         config = load_saved_config(s, "eagle1")
         return eagle.load(s.init, target, device, "float32").net, config
-    config = layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
+    config = eagle_layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
     return random_init(Eagle1Model(llama_config(config), LMHead(target.runner.model))).to(
         device
     ), config
@@ -231,27 +233,29 @@ def init_eagle3(
         raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
     if s.init:
         config = load_saved_config(s, s.family)
-        size, taps = config["draft_vocab_size"], list(layouts.aux_layers(config, depth))
+        size, taps = config["draft_vocab_size"], list(eagle_layouts.aux_layers(config, depth))
         check_against_saved(
             s,
             vocab=0 if size == vocab else size,
             width=config["hidden_size"],
             taps=taps,
-            norms=layouts.saved_norms(config),
+            norms=eagle_layouts.saved_norms(config),
             mask_token=config.get("mask_token_id"),
         )
         return eagle.load_net(s.init, target, device, "float32")[0], config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.runner.config, vocab, size, layers, s.width, s.norms)
+    config = eagle_layouts.eagle3_config(
+        target.runner.config, vocab, size, layers, s.width, s.norms
+    )
     if mask_token is not None:
-        config = layouts.peagle_config(config, mask_token)
+        config = eagle_layouts.peagle_config(config, mask_token)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
     start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            size_of_states = hidden_state_rms(context, net.taps)
+            size_of_states = hidden_state_rms(context, net.aux_layers)
             net.fc.weight /= size_of_states
             if mask_token is not None:
                 net.mask_hidden.mul_(size_of_states)

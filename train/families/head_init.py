@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
 from decode.model.loading import Target
@@ -39,7 +39,7 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
         "vocab": config.get("draft_vocab_size"),
         "width": config.get("hidden_size"),
         "taps": list(config.get("eagle_aux_hidden_state_layer_ids") or []),
-        "norms": layouts.saved_norms(config),
+        "norms": eagle_layouts.saved_norms(config),
         "depth": config.get("num_hidden_layers"),
         "block": block_of(config),
         "markov_rank": config.get("markov_rank"),

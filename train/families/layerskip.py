@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import head_layouts, layouts
 from decode.drafts import early_exit
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter, copy_final_norm
@@ -65,7 +65,7 @@ class TrainableExit(TrainableDraft):
     def __init__(self, context: FamilyContext, adapter: ExitAdapter):
         model = context.target.runner.model
         self.net, self.target = adapter, context.target
-        self.teacher = context.teacher(adapter.taps)
+        self.teacher = context.teacher(adapter.aux_layers)
         head = LMHead(model if adapter.ids is None else with_head_rows(model, adapter.ids))
         self.model = ExitTrainer(adapter, head, self.teacher.head, context.criterion())
         self.muon_parameters = matrix_parameters(adapter)
@@ -144,7 +144,7 @@ def exit_config(s: DraftConfig, target_config: Any, vocab: int, size: int) -> di
     """config.json of a new adapter with `size` tokens in its vocabulary."""
     layer = draft_layers(s, target_config.num_hidden_layers)
     width = s.exit_width or target_config.hidden_size
-    return layouts.exit_config(target_config, vocab, size, layer, width)
+    return head_layouts.exit_config(target_config, vocab, size, layer, width)
 
 
 def draft_layers(s: DraftConfig, layers: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import head_layouts, layouts
 from decode.common.typed_json import to_json
 from decode.drafts import medusa
 from decode.drafts.base import Draft
@@ -57,7 +57,7 @@ class TrainableMedusa(TrainableDraft):
 
     def init_model(self, context: FamilyContext) -> None:
         """Sets `teacher` and `model`."""
-        self.teacher = context.teacher(self.net.taps)
+        self.teacher = context.teacher(self.net.aux_layers)
         self.model = MedusaTrainer(
             self.net, self.teacher.head, context.criterion(), context.config.weights
         )
@@ -115,7 +115,7 @@ def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
         config = load_saved_config(s, "medusa")
         check_against_saved(s, heads=config["num_heads"], head_layers=config["num_hidden_layers"])
         return medusa.load(s.init, target, device, "float32").net
-    config = layouts.medusa_config(
+    config = head_layouts.medusa_config(
         target.runner.config, s.heads, s.head_layers, target.runner.vocab_size
     )
     net = MedusaModel(config)

@@ -81,10 +81,6 @@ class ShardWriter:
         if len(self.rows) >= self.s.shard_rows:
             self.write()
 
-    def add_skipped(self, prompt: TokenizedPrompt, prompt_ids: list[int], reason: str) -> None:
-        """Adds a row without loss spans for a prompt that is not to be asked again; `reason` is a key of SKIPPED."""
-        self.add(prompt, Conversation([prompt_ids], [[]]), reason)
-
     def write(self) -> None:
         """Writes the collected rows, if there are any."""
         if self.rows:

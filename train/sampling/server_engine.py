@@ -20,6 +20,7 @@ from decode.common.damage import warn
 from decode.common.progress import ProgressBars
 from decode.engine.records import DecodeRecord
 from decode.serving.running.completions import Completions, PromptFailedError, Server, open_client
+from train.data.conversations import Conversation
 from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
@@ -95,7 +96,9 @@ class ServerSampling:
             try:
                 await self._answer(server, state)
             except UnusableReplyError as error:
-                self.writer.add_skipped(state.prompt, state.prompt_ids(), str(error))
+                # A row without loss spans, so that the prompt is not asked again.
+                unanswered = Conversation([state.prompt_ids()], [[]])
+                self.writer.add(state.prompt, unanswered, str(error))
             except PromptFailedError as error:
                 self.failures[error.reason] += 1
                 if self.failures.total() <= WARNINGS:

@@ -7,6 +7,7 @@ sample is verified when it is read for the first time. Damaged shards are made a
 
 import functools
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,11 +126,13 @@ class FeatureStore:
 
     def missing_shards(self) -> list[tuple[int, list[FeatureSchema]]]:
         """[(shard, kinds in which it does not exist or cannot be opened)] of every incomplete shard."""
-        missing = [
-            (shard, [kind for kind in self.kinds if not self._can_open(kind, shard)])
-            for shard in range(len(self.shard_members))
-        ]
-        return [(shard, kinds) for shard, kinds in missing if kinds]
+        missing: dict[int, list[FeatureSchema]] = {}
+        for shard, kind in itertools.product(range(len(self.shard_members)), self.kinds):
+            try:
+                self._opened(kind.name, shard)
+            except DamagedShardError:
+                missing.setdefault(shard, []).append(kind)
+        return list(missing.items())
 
     @contextmanager
     def lock(self, wait: bool = False) -> Iterator[None]:
@@ -193,13 +196,6 @@ class FeatureStore:
         """Makes the next read open the file again and verify its checksums."""
         self._opened.cache_clear()
         self.verified[kind.name][self.shard_members[shard]] = False
-
-    def _can_open(self, kind: FeatureSchema, shard: int) -> bool:
-        try:
-            self._opened(kind.name, shard)
-        except DamagedShardError:
-            return False
-        return True
 
     def _open(self, name: str, shard: int) -> Any:
         kind = next(kind for kind in self.kinds if kind.name == name)

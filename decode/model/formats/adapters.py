@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, hf_hub_download, list_repo_files, snapshot_download
 from safetensors import safe_open
+from torch import Tensor
 
 from decode.common import damage
 from decode.common.disk_errors import disk_error
@@ -33,7 +34,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 SOURCE_FILE = "merged_adapter.json"
 """Written last into a folder, so that a folder with it is whole."""
-WHOLE_WEIGHTS = re.compile(
+FULL_WEIGHTS = re.compile(
     r"(model|pytorch_model|medusa_lm_head)\b.*\.(safetensors|bin|index\.json)|.*\.gguf"
 )
 """Names of files that hold a model of its own; adapters and the rests of a training have others."""
@@ -93,7 +94,7 @@ def find_adapter(name: str, what: str, revision: str | None = None) -> Adapter |
     if listed is None:
         return None
     folder, files = listed
-    if any(WHOLE_WEIGHTS.fullmatch(file) for file in files):
+    if any(FULL_WEIGHTS.fullmatch(file) for file in files):
         damage.warn_once(f"{name!r} holds whole weights: the adapter files beside them are ignored")
         return None
     if WEIGHTS_FILE not in files:
@@ -143,7 +144,7 @@ def _hub_listing(name: str, revision: str | None) -> tuple[Path, list[str]] | No
         return None
     try:
         files = list(list_repo_files(name, revision=revision))
-        if not any(WHOLE_WEIGHTS.fullmatch(file) for file in files):
+        if not any(FULL_WEIGHTS.fullmatch(file) for file in files):
             wanted = [CONFIG_FILE, WEIGHTS_FILE, *BASE_FILES, *TOKENIZER_FILES]
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception:  # no network: what is in the Hub's cache is there
@@ -241,9 +242,8 @@ def merge(adapter: Adapter, base: Any) -> Any:
         with warnings.catch_warnings():  # what matters in them is tested here
             warnings.simplefilter("ignore")
             _take_stored_embedding(adapter, base, stored)
-            if (
-                tied
-            ):  # peft changes matrices in place, and would change the one by the other's adapter
+            # Peft changes matrices in place, and would change the one by the other's adapter
+            if tied:
                 head = base.get_output_embeddings()
                 head.weight = torch.nn.Parameter(head.weight.detach().clone())
             matrices = [
@@ -274,7 +274,7 @@ def merge(adapter: Adapter, base: Any) -> Any:
     return merged
 
 
-def _take_stored_embedding(adapter: Adapter, base: Any, stored: dict[str, torch.Tensor]) -> None:
+def _take_stored_embedding(adapter: Adapter, base: Any, stored: dict[str, Tensor]) -> None:
     """Gives `base` the embedding that an adapter stores whole, as it does after a change of the vocabulary's size, and
     so many rows in its head. UserError where the head's new rows are not stored."""
     names = tied_heads.module_names(base)
@@ -300,10 +300,7 @@ def _take_stored_embedding(adapter: Adapter, base: Any, stored: dict[str, torch.
 
 
 def _check_all_used(
-    adapter: Adapter,
-    held: dict[str, torch.Tensor],
-    stored: dict[str, torch.Tensor],
-    whole: Iterable[str],
+    adapter: Adapter, held: dict[str, Tensor], stored: dict[str, Tensor], whole: Iterable[str]
 ) -> None:
     """UserError if the model, with `held` of the adapter, has no place for a tensor of its file, or lacks one in it."""
     surplus = sorted(stored.keys() - held.keys() - set(whole))
@@ -321,7 +318,7 @@ def _check_all_used(
         )
 
 
-def _float(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _float(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().float().cpu() for tensor in tensors]
 
 
@@ -344,11 +341,5 @@ def _identity(base: str, config: Any) -> list[Any]:
     if not Path(base).is_dir():
         return [base, vars(config).get("_commit_hash")]
     wanted = ["config.json", "*.safetensors*", *BASE_FILES, *TOKENIZER_FILES]
-    states = [_state(file) for file in _files(Path(base), wanted)]
-    return [[str(file.resolve()), *state] for file, *state in states]
-
-
-def _state(file: Path) -> tuple[Path, int, int, int]:
-    """A file, its size, and when its content and its entry were last changed, in nanoseconds."""
-    stat = file.stat()
-    return file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    states = [(file.resolve(), file.stat()) for file in _files(Path(base), wanted)]
+    return [[str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in states]

@@ -93,7 +93,6 @@ class Keys:
         return self.take(key)
 
     def refuse(self, key: str, value: Any) -> None:
-        """UserError for a key whose value is not followed here."""
         raise UserError(
             f"{self.file}: its key {self.architecture}.{key} = {str(value)[:60]} is not followed here: {ORIGINAL}"
         )
@@ -243,7 +242,6 @@ def build_config(content: GgufContent, file: str) -> Any:
 
 
 def _empty_model(config: Any) -> Any:
-    """The model without memory for its parameters."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

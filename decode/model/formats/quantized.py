@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError, first_line
@@ -32,47 +33,20 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, of eight, whose number is in each four bits of an AWQ word, from the lowest bits up."""
 
 
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(words: Tensor, bits: int) -> Tensor:
     """[..., W * 32 / bits] the numbers in int32 `words` [..., W], from the lowest bits up, each 0 … 2**bits - 1."""
     shifts = torch.arange(0, 32, bits, device=words.device)
     numbers = (words.long()[..., None] >> shifts) & (2**bits - 1)
     return numbers.flatten(-2)
 
 
-def gptq_weight(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor,
-    scales: torch.Tensor,
-    group: torch.Tensor,
-    bits: int,
-    offset: int,
-) -> torch.Tensor:
-    """The weight of GPTQ's qweight [in * bits / 32, out], qzeros [G, out * bits / 32] and scales [G, out].
-
-    `group` [in] is each input's group (g_idx). `offset` is added to zero points: checkpoints of format gptq store them
-    less 1, those of gptq_v2 as they are.
-    """
-    numbers = unpack(qweight.T, bits)  # [out, in]
-    zeros = unpack(qzeros, bits) + offset  # [G, out]
-    return (numbers - zeros[group].T).float() * scales.float()[group].T
-
-
-def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weight of AWQ's qweight [in, out / 8], qzeros [G, out / 8] (both in the order of its GEMM kernel) and scales
-    [G, out], for groups of in / G inputs that follow each other."""
-    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
-    size = len(numbers) // len(scales)
-    group = torch.arange(len(numbers), device=numbers.device) // size
-    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
-
-
-def _in_order(columns: torch.Tensor) -> torch.Tensor:
+def _in_order(columns: Tensor) -> Tensor:
     """The columns [N, out] of unpacked AWQ words, each at its own place."""
     at = torch.tensor(AWQ_ORDER, device=columns.device).argsort()
     return columns.unflatten(-1, (-1, 8))[..., at].flatten(-2)
 
 
-def scaled_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def scaled_weight(weight: Tensor, scale: Tensor) -> Tensor:
     """weight [out, in] in eight bits times a `scale` of one number, or [out, 1], or [out, G] for groups of inputs.
 
     ValueError for a scale of another shape.
@@ -85,9 +59,7 @@ def scaled_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.float() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
 
 
-def block_scaled_weight(
-    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
-) -> torch.Tensor:
+def block_scaled_weight(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """weight [out, in] in eight bits times `scale`, one number for each block of `block` rows and columns.
 
     The last blocks of rows and columns may be smaller. ValueError for a scale that has not one number for each block.
@@ -102,7 +74,7 @@ def block_scaled_weight(
 # ---- checkpoints ----
 
 Config = dict[str, Any]
-Read = Callable[[str], torch.Tensor | None]
+Read = Callable[[str], Tensor | None]
 """A tensor of the checkpoint by its name, None if it has none of that name."""
 
 SOURCE_FILE = "quantized.json"
@@ -143,27 +115,36 @@ def _check_compressed(q: Config) -> str:
     return "has scales for its KV cache" if q.get("kv_cache_scheme") else ""
 
 
-def _gptq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+def _gptq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out] and each input's group [in]."""
     qweight, qzeros, scales, group = (
         read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
     )
     if qweight is None or qzeros is None or scales is None:
         return None
+    bits = q["bits"]
     if group is None:
-        inputs = len(qweight) * 32 // q["bits"]
+        inputs = len(qweight) * 32 // bits
         group = torch.arange(inputs) // (inputs // len(scales))
-    offset = int(q.get("checkpoint_format", "gptq") == "gptq")
-    return gptq_weight(qweight, qzeros, scales, group.long(), q["bits"], offset)
+    group = group.long()
+    numbers = unpack(qweight.T, bits)  # [out, in]
+    # Checkpoints of format gptq store zero points less 1, those of gptq_v2 as they are.
+    zeros = unpack(qzeros, bits) + int(q.get("checkpoint_format", "gptq") == "gptq")  # [G, out]
+    return (numbers - zeros[group].T).float() * scales.float()[group].T
 
 
-def _awq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+def _awq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in, out / 8], qzeros [G, out / 8], both in the order of AWQ's GEMM kernel, and scales [G, out], for
+    groups of in / G inputs that follow each other."""
     qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
     if qweight is None or qzeros is None or scales is None:
         return None
-    return awq_weight(qweight, qzeros, scales)
+    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
+    group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
 
 
-def _fp8(name: str, read: Read, q: Config) -> torch.Tensor | None:
+def _fp8(name: str, read: Read, q: Config) -> Tensor | None:
     weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale_inv")
     if weight is None or scale is None:
         return None
@@ -173,7 +154,7 @@ def _fp8(name: str, read: Read, q: Config) -> torch.Tensor | None:
     return block_scaled_weight(weight, scale, (rows, columns))
 
 
-def _compressed(name: str, read: Read, q: Config) -> torch.Tensor | None:
+def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
     weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale")
     if weight is None or scale is None:
         return None
@@ -187,7 +168,7 @@ METHODS: dict[
     str,
     tuple[
         Callable[[Config], str],
-        Callable[[str, Read, Config], torch.Tensor | None],
+        Callable[[str, Read, Config], Tensor | None],
         tuple[str, ...],
     ],
 ] = {
@@ -293,7 +274,7 @@ def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made:
     write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
-def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:
+def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
 
     UserError as `plain_weights`.
@@ -304,15 +285,15 @@ def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Ten
 
 
 def plain_weights(
-    names: Collection[str], load: Callable[[str], torch.Tensor], q: Config
-) -> Iterator[tuple[str, torch.Tensor]]:
+    names: Collection[str], load: Callable[[str], Tensor], q: Config
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
 
     UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
     """
     _, dequantize, endings = METHODS[q["quant_method"]]
 
-    def read(name: str) -> torch.Tensor | None:
+    def read(name: str) -> Tensor | None:
         return load(name) if name in names else None
 
     layers = {
@@ -341,10 +322,10 @@ def plain_weights(
             raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
 
 
-def _save_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+def _save_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     """Writes the tensors in files of about SHARD_BYTES, and their index."""
     index: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
+    shard: dict[str, Tensor] = {}
     size, total, number = 0, 0, 0
 
     def flush() -> None:
@@ -377,9 +358,8 @@ def quantize_linear_layers(model: Any) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(
-            logging.WARNING
-        )  # torchao reports each kernel of other devices that it cannot load
+        # Torchao reports each kernel of other devices that it cannot load
+        logging.disable(logging.WARNING)
         try:
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
         except ImportError as error:

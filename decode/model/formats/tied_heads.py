@@ -37,7 +37,6 @@ def flag(config: Any) -> bool:
 
 
 def set_flag(config: Any, tied: bool) -> None:
-    """Sets `tie_word_embeddings` of a config and of its text model's."""
     for part in (config, config.get_text_config(decoder=True)):
         if vars(part).get("tie_word_embeddings") != tied:
             part.tie_word_embeddings = tied

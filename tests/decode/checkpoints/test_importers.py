@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
@@ -210,7 +210,7 @@ def test_a_published_draft_decodes_here(trainer: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="names no tokenizer to compare with that of 'tiny'"):
         draft: Any = load_draft(path, own)
     assert draft.name == trainer.split()[0]
-    assert draft.net.taps == net.taps
+    assert draft.net.aux_layers == net.aux_layers
     alike(draft_of(net, own), draft, own)
 
 
@@ -278,7 +278,7 @@ class Variant(Plain):
         return x + (hidden * torch.sigmoid(hidden) * (y @ up.T)) @ down.T
 
 
-@pytest.mark.parametrize("flag", [*layouts.NORM_FLAGS, "all"])
+@pytest.mark.parametrize("flag", [*eagle_layouts.NORM_FLAGS, "all"])
 def test_flags_mean_what_engines_read_in_them(flag: str) -> None:
     """Catches the residual taken from the wrong side of the norm, norms over all taps exchanged with norms of each,
     and a normed state fed back once too often or not at all: against the formulas, three states of its own deep.
@@ -287,7 +287,7 @@ def test_flags_mean_what_engines_read_in_them(flag: str) -> None:
     own = tiny_target(model)
     # Norms of each tap and of all of them exclude each other.
     on = {"norm_before_residual", "norm_before_fc", "norm_output"} if flag == "all" else {flag}
-    flags = {name: name in on for name in layouts.NORM_FLAGS}
+    flags = {name: name in on for name in eagle_layouts.NORM_FLAGS}
     net = net_of("eagle3", own, **flags)
     formula = Variant(net, fields("eagle3", own) | flags, model)
     draft = draft_of(net, own)
@@ -491,8 +491,8 @@ def test_the_speculators_config_is_golden(tmp_path: Path, target_folder: str) ->
     assert "model_type" not in config
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["speculators_model_type"] == "eagle3"
-    assert {flag: config[flag] for flag in layouts.NORM_FLAGS} == dict.fromkeys(
-        layouts.NORM_FLAGS, False
+    assert {flag: config[flag] for flag in eagle_layouts.NORM_FLAGS} == dict.fromkeys(
+        eagle_layouts.NORM_FLAGS, False
     )
     assert (config["draft_vocab_size"], config["target_hidden_size"]) == (VD, 16)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
@@ -617,6 +617,7 @@ def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub answers, as far as the decision goes whether to ask it."""
     monkeypatch.setattr(names.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(names, "_reaches", lambda endpoint: True)
+    monkeypatch.setattr(importers, "adapter_folder", lambda name, what: None)  # it would ask too
 
 
 @pytest.mark.usefixtures("_reached")

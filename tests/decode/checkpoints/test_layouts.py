@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, head_layouts, layouts
+from decode.checkpoints.importers import LAYOUTS
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
@@ -41,146 +42,31 @@ def saved(folder: Path, family: str) -> str:
 
 # ---- golden tables ----
 
-BODY = {
-    "layers.0.self_attn.o_proj.weight": (16, 16),
-    "layers.0.post_attention_layernorm.weight": (16,),
-    "layers.0.mlp.gate_proj.weight": (32, 16),
-    "layers.0.mlp.up_proj.weight": (32, 16),
-    "layers.0.mlp.down_proj.weight": (16, 32),
-}
 VD = 55
-MIDLAYER = {name.replace("layers.0.", "midlayer."): shape for name, shape in BODY.items()}
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "medusa": {
-        f"{name}.{j}.{rest}": shape
-        for j in range(HEADS)
-        for name, rest, shape in (
-            ("blocks", "layers.0.weight", (16, 16)),
-            ("blocks", "layers.0.bias", (16,)),
-            ("lm_heads", "weight", (64, 16)),
-        )
-    },
-    "eagle1": BODY
-    | {
-        "fc.weight": (16, 32),
-        "fc.bias": (16,),
-        "layers.0.self_attn.q_proj.weight": (16, 16),
-        "layers.0.self_attn.k_proj.weight": (8, 16),
-        "layers.0.self_attn.v_proj.weight": (8, 16),
-    },
-    "eagle3": MIDLAYER
-    | {
-        "fc.weight": (16, 48),
-        "midlayer.hidden_norm.weight": (16,),
-        "midlayer.input_layernorm.weight": (16,),
-        "midlayer.self_attn.q_proj.weight": (16, 32),
-        "midlayer.self_attn.k_proj.weight": (8, 32),
-        "midlayer.self_attn.v_proj.weight": (8, 32),
-        "norm.weight": (16,),
-        "lm_head.weight": (VD, 16),
-        "d2t": (VD,),
-        "t2d": (64,),
-    },
-    "narrow": {
-        "embed_tokens.weight": (64, 8),
-        "fc.weight": (8, 48),
-        "midlayer.hidden_norm.weight": (8,),
-        "midlayer.input_layernorm.weight": (8,),
-        "midlayer.self_attn.q_proj.weight": (8, 16),
-        "midlayer.self_attn.k_proj.weight": (4, 16),
-        "midlayer.self_attn.v_proj.weight": (4, 16),
-        "midlayer.self_attn.o_proj.weight": (8, 8),
-        "midlayer.post_attention_layernorm.weight": (8,),
-        "midlayer.mlp.gate_proj.weight": (16, 8),
-        "midlayer.mlp.up_proj.weight": (16, 8),
-        "midlayer.mlp.down_proj.weight": (8, 16),
-        "norm.weight": (8,),
-        "lm_head.weight": (64, 8),
-    },
-}
-"""formats.md 3 to 6 at H = 16, V = 64, 4 heads of 4, 2 K/V heads, I = 32, three taps. No prefix, no head of EAGLE-1."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_have_the_names_and_shapes_of_the_format(family: str, tmp_path: Path) -> None:
     """Catches a parameter renamed in our nets, buffers that are saved, maps for a full vocabulary: engines would
-    refuse the file, or drop what they do not know without a word.
+    refuse the file, or drop what they do not know without a word. Which names and sizes they are, goldens say.
     """
     path = saved(tmp_path, family)
-    tensors = load_file(f"{path}/model.safetensors")
-    assert {name: tuple(value.shape) for name, value in tensors.items()} == SHAPES[family]
+    layout = LAYOUTS["eagle3" if family == "narrow" else family]
+    config, tensors = layouts.read_config(path), load_file(f"{path}/model.safetensors")
+    assert layout.shapes is not None
+    wanted = layout.shapes(config)
+    for name in layout.shared(config) - {"lm_head.weight"}:  # EAGLE-3 is saved with its own
+        del wanted[name]
+    assert {layout.name(name): tuple(value.shape) for name, value in tensors.items()} == wanted
+    assert any(name.startswith("midlayer.") for name in tensors) == (layout.family == "eagle3")
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
         ["config.json", METADATA_FILE, "model.safetensors"]
     )
 
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "target_hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-    "vocab_size": 64,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    "rope_theta": 5e5,
-    "rope_scaling": None,
-    "dtype": "bfloat16",
-    "torch_dtype": "bfloat16",
-}
-MEDUSA = {
-    "model_type": "medusa",
-    "architectures": ["MedusaModel"],
-    "hidden_size": 16,
-    "vocab_size": 64,
-    "num_heads": 3,
-    "num_hidden_layers": 1,
-    "truncated_vocab_size": 64,
-    "medusa_fc_bias": True,
-    "original_lm_head": False,
-    "max_paths": 64,
-    "topk": 10,
-    "dtype": "bfloat16",
-    "torch_dtype": "bfloat16",
-}
-FLAGS = dict.fromkeys(["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"], False)
-THIRD = LLAMA | FLAGS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "medusa": MEDUSA,
-    "eagle1": LLAMA
-    | {"architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"], "bias": False},
-    "eagle3": THIRD,
-}
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_config_is_golden(family: str, tmp_path: Path) -> None:
-    """Catches a setting that an engine needs and no longer finds: each here is read by one, absence means another."""
-    own = small_target()
-    config = own.runner.config
-    wanted = {
-        "medusa": lambda: layouts.medusa_config(config, HEADS, 1, V),
-        "eagle1": lambda: layouts.eagle1_config(config, V),
-        "eagle3": lambda: layouts.eagle3_config(config, V, VD, (2, 4, 5)),
-    }[family]()
-    layouts.save_heads(tmp_path, wanted, torch.nn.Linear(1, 1), torch.bfloat16, None)
-    assert json.loads((tmp_path / "config.json").read_text()) == CONFIGS[family]
-
-
 def test_medusa_has_no_other_keys_that_vllm_would_rename() -> None:
     """Catches a new field with num and heads or layers in its name, which vLLM takes for its own."""
-    keys = layouts.medusa_config(small_target().runner.config, HEADS, 1, V)
+    keys = head_layouts.medusa_config(small_target().runner.config, HEADS, 1, V)
     renamed = [key for key in keys if "num" in key and ("heads" in key or "layers" in key)]
     assert renamed == ["num_heads", "num_hidden_layers"]
 
@@ -202,9 +88,9 @@ def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
 
     Ids of the default layers are not written: some engines misread them.
     """
-    config = layouts.eagle3_config(small_target().runner.config, V, VD, layers)
+    config = eagle_layouts.eagle3_config(small_target().runner.config, V, VD, layers)
     assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
-    assert layouts.aux_layers(config, LAYERS) == layers
+    assert eagle_layouts.aux_layers(config, LAYERS) == layers
     written = {"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"}
     assert written & config.keys() == (set() if layers == (2, 4, 5) else written)
     assert config.get("num_aux_hidden_states", 3) == len(layers)
@@ -212,12 +98,13 @@ def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
 
 def test_the_map_is_an_offset(tmp_path: Path) -> None:
     """Catches d2t read or written as an index (methods 12), a map whose halves disagree, one for all ids."""
-    tensors = load_file(saved(tmp_path / "some", "eagle3") + "/model.safetensors")
+    path = saved(tmp_path / "some", "eagle3")
+    config, tensors = layouts.read_config(path), load_file(f"{path}/model.safetensors")
     ids = torch.arange(VD) + tensors["d2t"]
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert torch.equal(ids, tensors["t2d"].nonzero()[:, 0])
     assert torch.equal(ids, ids_of("eagle3", V))
-    assert layouts.draft_to_target_ids("some", CONFIGS["eagle3"], tensors).tolist() == ids.tolist()  # type: ignore[union-attr]
+    assert layouts.draft_to_target_ids("some", config, tensors).tolist() == ids.tolist()  # type: ignore[union-attr]
     whole = load_file(saved(tmp_path / "all", "narrow") + "/model.safetensors")
     assert not {"d2t", "t2d"} & whole.keys()
 
@@ -244,7 +131,7 @@ def test_a_reloaded_draft_computes_the_same(family: str, tmp_path: Path) -> None
     assert again.name == ("eagle3" if family == "narrow" else family)
     for name, value in net.state_dict().items():
         assert torch.equal(again.net.state_dict()[name], value), name
-    assert again.net.taps == net.taps
+    assert again.net.aux_layers == net.aux_layers
     for here, there in zip(proposals(draft_of(net, own), own), proposals(again, own), strict=True):
         assert torch.equal(here, there)
 
@@ -342,7 +229,7 @@ def test_heads_of_a_narrower_draft_are_whole() -> None:
     """Catches heads that do not divide the width, or K/V heads that do not divide the heads, at odd widths."""
     own = small_target(hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
     for width in range(4, 32, 4):
-        config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5), width)
+        config = eagle_layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5), width)
         assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
         net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
         draft = EagleDraft(net, own, "eagle3")
@@ -462,13 +349,13 @@ def test_damage_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> None:
     """Catches defaults that are resolved otherwise when saved than when loaded: no id is on disk then."""
     own = small_target()
-    config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5))
+    config = eagle_layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5))
     net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
     layouts.save_heads(tmp_path, config, net, torch.float32, None)
     facts = {"family": "eagle3", "tokenizer_hash": own.fingerprint}
     (tmp_path / METADATA_FILE).write_text(json.dumps(facts))
     draft: Any = load_draft(str(tmp_path), own)
-    assert draft.taps == HiddenStateSpec((2, 4, 5))
+    assert draft.aux_layers == HiddenStateSpec((2, 4, 5))
     decode(own, draft, PROMPTS[:1], k=2, max_new_tokens=1)
     states, _ = hf_states(own.runner.model, PROMPTS[0])
     want = torch.cat([states[i][-1] for i in (2, 4, 5)])

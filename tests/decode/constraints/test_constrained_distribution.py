@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.constraints.rows import AllowedTokens, Path, RowConstraints
 from decode.drafts import drafting
@@ -58,7 +59,7 @@ class PossibleBranches(Branches):
     """Branches of probability 0 go on as the most probable one, with weight 0: a place without a draft is no token that
     a model could read."""
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: Tensor) -> Tensor:
         picked = super().__call__(weights)
         share = weights.gather(-1, picked[..., None])[..., 0]
         return torch.where(share > 0, picked, weights.argmax(-1))
@@ -144,7 +145,7 @@ def accept_by_unmasked_p(monkeypatch: pytest.MonkeyPatch) -> None:
     verify, weigh, seen = engine_round.verify, verification_rules.accept_weights, []
 
     def remember(
-        proposal: Proposal, logits: torch.Tensor, config: engine_round.StepConfig
+        proposal: Proposal, logits: Tensor, config: engine_round.StepConfig
     ) -> VerificationResult:
         seen.append(warp(logits, config.sampling))
         return verify(proposal, logits, config)
@@ -159,13 +160,11 @@ def unnormalised_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """q keeps the draft's unmasked probabilities, of the allowed tokens alone."""
     restrict, raw = RowConstraints.restrict, []
 
-    def remember(
-        self: RowConstraints, logits: torch.Tensor, drafted: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def remember(self: RowConstraints, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
         raw.append(logits)
         return restrict(self, logits, drafted)
 
-    def keep_scale(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    def keep_scale(logits: Tensor, sampling: SamplingParams) -> Tensor:
         return torch.where(logits == float("-inf"), 0, warp(raw[-1], sampling))
 
     monkeypatch.setattr(RowConstraints, "restrict", remember)
@@ -176,8 +175,8 @@ def forced_tokens_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification lets the target choose freely where the grammar leaves no choice."""
     allowed = RowConstraints.allowed
 
-    def masks_along(self: RowConstraints, tokens: torch.Tensor) -> torch.Tensor:
-        def mask(row: int, path: Path) -> torch.Tensor:
+    def masks_along(self: RowConstraints, tokens: Tensor) -> Tensor:
+        def mask(row: int, path: Path) -> Tensor:
             found = allowed(self, row, path)
             return self.anything.mask if found.only not in (None, EOS) else found.mask
 
@@ -211,7 +210,7 @@ def masks_of_the_round_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def eos_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = Automaton.allowed
 
-    def with_eos(self: Automaton) -> torch.Tensor:
+    def with_eos(self: Automaton) -> Tensor:
         return allowed(self) | (torch.arange(VOCAB) == EOS)
 
     monkeypatch.setattr(Automaton, "allowed", with_eos)
@@ -229,7 +228,7 @@ def masked_after_the_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     verify = engine_round.verify
 
     def warped(
-        proposal: Proposal, logits: torch.Tensor, config: engine_round.StepConfig
+        proposal: Proposal, logits: Tensor, config: engine_round.StepConfig
     ) -> VerificationResult:
         warped_logits = warp(logits, config.sampling).log()
         return verify(proposal, warped_logits, replace(config, sampling=SamplingParams(1.0)))

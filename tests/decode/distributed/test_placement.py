@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.distributed.placement import (
     PlacementConfig,
     check_placeable,
+    device_map,
     load_target,
+    plan_layers,
     run_placed,
 )
-from decode.distributed.tensor_parallel import whole_ends_plan
+from decode.distributed.tensor_parallel import replicated_ends_plan
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model import loading
 from decode.model.layer_stack import with_layers
@@ -63,7 +66,7 @@ def train_words(world: World, data: Path, out: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def trained(done: Done, out: Path) -> dict[str, torch.Tensor]:
+def trained(done: Done, out: Path) -> dict[str, Tensor]:
     assert done.code == 0, done.err
     return load_file(out / "model.safetensors")
 
@@ -178,13 +181,13 @@ def test_models_of_other_kinds_are_refused(part: str) -> None:
 def test_plans_keep_both_ends_whole() -> None:
     """Bug: a draft reads half an embedding, or heads are shared out unevenly, which transformers does not refuse."""
     config = tiny_model("llama").config
-    plan = whole_ends_plan(config, "target", 2)
+    plan = replicated_ends_plan(config, "target", 2)
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["lm_head"] == plan["model.embed_tokens"] == "replicated_with_grad_allreduce"
     with pytest.raises(UserError, match="2 key heads, which 4 processes cannot share"):
-        whole_ends_plan(config, "target", 4)
+        replicated_ends_plan(config, "target", 4)
     with pytest.raises(UserError, match="no tensor-parallel plan for opt"):
-        whole_ends_plan(tiny_model("opt").config, "target", 2)
+        replicated_ends_plan(tiny_model("opt").config, "target", 2)
 
 
 # ---- slices over two processes ----
@@ -268,3 +271,42 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
         ]
         assert set(greedy) == {True}
     assert outputs["one"] == outputs["two"]
+
+
+# ---- which device each layer is on ----
+
+
+@pytest.mark.parametrize(
+    ("room", "wanted"),
+    [
+        (
+            {"cuda:0": 14, "cuda:1": 20, "cpu": 7},
+            "cuda:0 cuda:1 cuda:1 cuda:1 cuda:1 cpu disk disk",
+        ),
+        ({"cpu": 10}, "disk disk disk disk disk disk disk disk"),
+        ({"cuda:0": 100, "cpu": 0}, "cuda:0 " * 8),
+        ({"cuda:0": 16, "cpu": 100}, "cuda:0 cpu cpu cpu cpu cpu cpu cpu"),
+    ],
+)
+def test_devices_are_filled_in_order(room: dict[str, int], wanted: str) -> None:
+    """Bug: a device gets more than it may hold, or one after a full one is filled first. Layers take 5, the rest 9."""
+    found = plan_layers(9 if len(room) > 1 else 10, [5, 5, 5, 5, 5, 4, 4, 4], room)
+    assert found == wanted.split()
+
+
+def test_no_room_for_embedding_and_head_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"cuda:0 holds the embedding .* raise it"):
+        plan_layers(11, [1], {"cuda:0": 10, "cpu": 1000})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "gemma3_text", "mixtral", "phi3"])
+def test_each_weight_is_on_one_device(kind: str) -> None:
+    """Bug: a norm or a position table of some architecture is in no place, or a module and a part of it in two."""
+    model = tiny_model(kind)
+    sizes = sum(p.nbytes for p in model.parameters())
+    placed = device_map(model.config, torch.float32, {"cpu": int(sizes * 0.8)})
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    assert all(sum(name.startswith(f"{part}.") for part in placed) == 1 for name in names)
+    on_disk = [part for part, device in placed.items() if device == "disk"]
+    assert on_disk
+    assert all(part.rpartition(".")[2].isdigit() for part in on_disk)  # layers alone

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import block_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import DFlashDraft
@@ -32,7 +32,7 @@ from tests.decode.verification.test_exact_distribution import (
     small,
 )
 from tests.heads import prefilled, randomise
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
 
 RANK = 6
@@ -49,7 +49,7 @@ def fields(
     vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
     # capture id 0, the embedding, has no name among layer outputs
-    config = layouts.dflash_config(
+    config = block_layouts.dflash_config(
         target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
         K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple
     net, embedding = inner.net, own.runner.model.get_input_embeddings().weight
 
     def formula(text: list[int], depth: int) -> Tensor:
-        features = prefilled(own, text[:-1], net.taps)
+        features = prefilled(own, text[:-1], net.aux_layers)
         tokens = torch.tensor([text[-1], *[net.mask_token] * (depth + net.first - 1)])
         return net.base_logits(formula_states(net, features, tokens, embedding)[net.first :])
 
@@ -125,8 +125,7 @@ def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple
         return decode_and_compare(own, draft, seen, formula, **settings)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+@pytest.mark.parametrize(("arch", "name"), slow_except(rotated(ARCHITECTURES, NAMES), FEW))
 def test_distributions_are_those_of_the_formulas(arch: str, name: str) -> None:
     """Catches context one off, a block's keys that stay, causal blocks and norms of another layer, after every number
     of accepted drafts and for rows shorter than what is written again."""
@@ -194,9 +193,9 @@ def test_planted_bugs_change_the_distributions(
     assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+@pytest.mark.parametrize(
+    ("arch", "name", "shape"), slow_except(rotated(ARCHITECTURES, NAMES, SHAPES), FEW)
+)
 def test_greedy_text_is_the_targets(arch: str, name: str, shape: str) -> None:
     own = tiny_target(tiny_model(arch))
     plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
@@ -294,8 +293,8 @@ def test_a_saved_draft_is_the_same(name: str, ids: Tensor | None, tmp_path: Path
     was = net_of(name, own, ids, (1, 2))
     for key, value in was.state_dict().items():
         assert torch.equal(value, draft.net.state_dict()[key]), key
-    assert (draft.net.mask_token, draft.net.block_size, draft.net.taps) == (
-        was.mask_token, was.block_size, was.taps,
+    assert (draft.net.mask_token, draft.net.block_size, draft.net.aux_layers) == (
+        was.mask_token, was.block_size, was.aux_layers,
     )  # fmt: skip
 
 
@@ -321,7 +320,7 @@ def test_published_layouts_are_read(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(layout))
         with pytest.warns(UserWarning, match="names no tokenizer"):
             draft = load_draft(str(path), own)
-        assert draft.taps == HiddenStateSpec((1, 2))
+        assert draft.aux_layers == HiddenStateSpec((1, 2))
 
 
 def test_the_anchor_is_read_as_each_layout_means_it(tmp_path: Path) -> None:

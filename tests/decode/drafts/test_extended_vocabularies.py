@@ -18,7 +18,7 @@ from decode.drafts.target_outline import load_without_target
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
-from decode.serving.causal_rules import wrong_tokenizer
+from decode.serving.family_rules import wrong_tokenizer
 from decode.serving.rules import read_draft, read_target
 from decode.verification.sampling import SamplingParams
 from scripts.export import ExportConfig, main

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts import eagle
@@ -195,7 +196,7 @@ def test_heads_that_know_the_text_are_always_accepted(family: str, shape: str) -
         assert min(accepted(outputs)) < K
 
 
-def shifted_absorb(self: HiddenStateBuffer, features: torch.Tensor, count: torch.Tensor) -> None:
+def shifted_absorb(self: HiddenStateBuffer, features: Tensor, count: Tensor) -> None:
     both = torch.cat([self.states, features], 1)
     at = (count[:, None] + self.offsets - 1).clamp_min(0)
     self.states.copy_(both.gather(1, at[..., None].expand(-1, -1, both.shape[-1])))
@@ -269,9 +270,9 @@ def test_medusa_heads_one_off_are_never_accepted() -> None:
 class Call:
     """A step of a proposal: logits [B, T, V] behind `tokens` [B, T], which follow those `above` of the call before."""
 
-    tokens: torch.Tensor | None
-    above: torch.Tensor | None
-    logits: torch.Tensor
+    tokens: Tensor | None
+    above: Tensor | None
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -296,18 +297,18 @@ def watched(draft: EagleDraft | MedusaDraft) -> Iterator[list[Seen]]:
     seen: list[Seen] = []
     propose = draft.propose
 
-    def watch_propose(history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def watch_propose(history: Tensor, length: Tensor, k: int) -> Proposal:
         lengths = length.tolist()
         seen.append(Seen([line[:n].tolist() for line, n in zip(history, lengths, strict=True)]))
         return propose(history, length, k)
 
-    def watch_grow(step: Any, logits: torch.Tensor, *settings: Any) -> Proposal:
+    def watch_grow(step: Any, logits: Tensor, *settings: Any) -> Proposal:
         calls = seen[-1].calls
         calls.append(Call(None, None, logits[:, None].clone()))
 
         def watch_step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-        ) -> torch.Tensor:
+            tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor
+        ) -> Tensor:
             calls.append(Call(tokens, above, step(tokens, length, nodes, above).clone()))
             return calls[-1].logits
 
@@ -324,7 +325,7 @@ def watched(draft: EagleDraft | MedusaDraft) -> Iterator[list[Seen]]:
 def anew(net: Net, own: loading.Target, text: Sequence[int], k: int, shape: TreeShape) -> Seen:
     """The proposal behind `text` of a draft that has never seen anything else."""
     draft, one = draft_of(net, own, shape), torch.tensor([0])
-    features = prefilled(own, text[:-1], net.taps)
+    features = prefilled(own, text[:-1], net.aux_layers)
     with torch.inference_mode(), watched(draft) as seen:
         draft.begin_batch(
             DraftContext(1, len(text) + 32, k, SamplingParams(), lambda weights: weights.argmax(-1))
@@ -336,7 +337,7 @@ def anew(net: Net, own: loading.Target, text: Sequence[int], k: int, shape: Tree
     return seen[0]
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference; infinite if the one is where the other is not."""
     apart = torch.where(a == b, 0, (a - b).abs())
     return float(apart.max().detach())
@@ -409,20 +410,14 @@ def test_state_is_what_the_text_alone_gives(family: str, shape: str) -> None:
     assert max(drift(seen, family, SHAPES[shape])) < TIGHT
 
 
-def late_seat(
-    self: HiddenStateBuffer, row: torch.Tensor, features: torch.Tensor, length: torch.Tensor
-) -> None:
+def late_seat(self: HiddenStateBuffer, row: Tensor, features: Tensor, length: Tensor) -> None:
     SEAT(self, row, features, (length - 1).clamp_min(1))
 
 
-def no_seat(
-    self: HiddenStateBuffer, row: torch.Tensor, features: torch.Tensor, length: torch.Tensor
-) -> None: ...
+def no_seat(self: HiddenStateBuffer, row: Tensor, features: Tensor, length: Tensor) -> None: ...
 
 
-def padded_seat(
-    self: HiddenStateBuffer, row: torch.Tensor, features: torch.Tensor, length: torch.Tensor
-) -> None:
+def padded_seat(self: HiddenStateBuffer, row: Tensor, features: Tensor, length: Tensor) -> None:
     SEAT(self, row, features, torch.full_like(length, features.shape[1]))
 
 
@@ -474,15 +469,15 @@ class Plain:
 
     def __init__(self, net: Net, config: dict[str, Any], model: Any):
         self.third = isinstance(net, Eagle3Model)
-        self.config, self.model, self.taps = config, model, net.taps
-        self.seen: tuple[list[int], list[torch.Tensor]] = [], []
+        self.config, self.model, self.taps = config, model, net.aux_layers
+        self.seen: tuple[list[int], list[Tensor]] = [], []
         self.w = {name: value.double() for name, value in net.state_dict().items()}
         self.ids = net.ids if isinstance(net, Eagle3Model) else None
         embedding = self.w.get("embed_tokens.weight")
         own = model.get_input_embeddings().weight.detach().double()
         self.embedding = own if embedding is None else embedding
 
-    def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
+    def logits(self, text: list[int], path: list[int]) -> Tensor:
         """[V] behind `text` and the drafted `path`."""
         if self.seen[0] != text:
             self.seen = text, hf_states(self.model, text[:-1])[0]
@@ -504,7 +499,7 @@ class Plain:
         full[ids] = self.w["lm_head.weight"] @ self.rms(last, "norm")
         return full
 
-    def layer(self, state: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    def layer(self, state: Tensor, tokens: list[int]) -> Tensor:
         embeds = self.embedding[torch.tensor(tokens)]
         if self.third:  # the residual carries the bare state
             inner = [
@@ -521,7 +516,7 @@ class Plain:
         hidden = y @ gate.T
         return x + (hidden * torch.sigmoid(hidden) * (y @ up.T)) @ down.T
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         heads, size = self.config["num_attention_heads"], self.config["head_dim"]
         q, k, v = (
             (x @ self.w[f"layers.0.self_attn.{n}_proj.weight"].T).view(len(x), -1, size)
@@ -537,7 +532,7 @@ class Plain:
             out.append(law @ v[:, h // groups])
         return torch.cat(out, 1) @ self.w["layers.0.self_attn.o_proj.weight"].T
 
-    def turn(self, x: torch.Tensor) -> torch.Tensor:
+    def turn(self, x: Tensor) -> Tensor:
         """RoPE: entries i and i + D / 2 of a head turn by the position times frequency i."""
         half = x.shape[-1] // 2
         angle = torch.arange(len(x))[:, None] * self.frequencies(half)
@@ -545,7 +540,7 @@ class Plain:
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def frequencies(self, half: int) -> torch.Tensor:
+    def frequencies(self, half: int) -> Tensor:
         rope = self.config["rope_parameters"]
         plain = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         if rope["rope_type"] == "default":
@@ -559,7 +554,7 @@ class Plain:
             found.append(frequency * (share + (1 - share) / rope["factor"]))
         return torch.tensor(found, dtype=torch.float64)
 
-    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def rms(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
         return x * scale * self.w[f"{name}.weight"]
 
@@ -658,7 +653,7 @@ def test_a_head_that_tells_another_law_is_seen(monkeypatch: pytest.MonkeyPatch) 
     """The test above is blind if it passes a q that is another token's."""
     propose = EagleDraft.propose
 
-    def lying(self: EagleDraft, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def lying(self: EagleDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = propose(self, history, length, k)
         assert proposal.q is not None
         return Proposal(proposal.tokens, proposal.q.flip(-1))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts import mirror
@@ -22,7 +23,12 @@ from decode.verification.sampling import SamplingParams, warp
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_engine import texts
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
-from tests.decode.verification.test_exact_distribution import Branches, own_law, small, tv
+from tests.decode.verification.test_exact_distribution import (
+    Branches,
+    distance_from_own_law,
+    engine_law,
+    small,
+)
 from tests.heads import random_draft
 from tests.params import slow_except
 from tests.tiny import noisy, reference, tiny_model, tiny_prompts, tiny_target
@@ -100,7 +106,7 @@ def state_error(config: MirrorConfig, rows: int) -> float:
     draft, asked = RecordingDraft(mirror), []
     propose = mirror.propose
 
-    def spy(history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def spy(history: Tensor, length: Tensor, k: int) -> Proposal:
         asked.append((history.clone(), length.clone(), mirror.base.clone()))
         return propose(history, length, k)
 
@@ -129,14 +135,12 @@ def stale_root(self: MirrorDraft, *args: Any) -> None:
     self.base[args[0]] -= 1
 
 
-def any_bonus(
-    branches: BranchSet, accepted: torch.Tensor, bonus: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def any_bonus(branches: BranchSet, accepted: Tensor, bonus: Tensor) -> tuple[Tensor, Tensor]:
     same = branches.accepted.expand_as(branches.bonus) == accepted[:, None]
     return same.any(1), same.long().argmax(1)
 
 
-def not_moved(accepted: torch.Tensor, nodes: torch.Tensor, window: int) -> torch.Tensor:
+def not_moved(accepted: Tensor, nodes: Tensor, window: int) -> Tensor:
     return torch.arange(window + 1 + nodes.shape[1]).expand(len(nodes), -1)
 
 
@@ -172,7 +176,7 @@ class OutcomeBranches(Branches):
         self.beside, self.rounds_left = False, last
         self.likelier = torch.ones(len(self.digits), 1, dtype=torch.float64)
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: Tensor) -> Tensor:
         if not self.beside:
             return super().__call__(weights)
         rows, count, vocab = weights.shape
@@ -186,7 +190,7 @@ class OutcomeBranches(Branches):
         self.walked *= vocab
         return branch[:, None].expand(rows, count)
 
-    def settle(self, found: torch.Tensor, number: torch.Tensor) -> None:
+    def settle(self, found: Tensor, number: Tensor) -> None:
         """These rows use this branch."""
         used = self.likelier.gather(1, number.clamp_max(self.likelier.shape[1] - 1)[:, None])[:, 0]
         self.weight *= torch.where(found, used, 1.0)
@@ -197,7 +201,7 @@ class OutcomeBranches(Branches):
 class EnumeratedMirror(MirrorDraft):
     """Tells its OutcomeBranches which draws are those of branches, and which branch is used."""
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         choose = self.request.choose
         if self.branches is not None:
             assert isinstance(choose, OutcomeBranches)
@@ -207,12 +211,12 @@ class EnumeratedMirror(MirrorDraft):
             choose.settle(found & self.has_branches & (outcome >= 0), number)
         return super().propose(history, length, k)
 
-    def _draft_beside(self, states: torch.Tensor, threads: int) -> BranchSet:
+    def _draft_branches(self, states: Tensor, threads: int) -> BranchSet:
         choose = self.request.choose
         assert isinstance(choose, OutcomeBranches)
         choose.beside = True
         try:
-            return super()._draft_beside(states, threads)
+            return super()._draft_branches(states, threads)
         finally:
             choose.beside = False
 
@@ -232,20 +236,9 @@ def law_distance(
     draft = EnumeratedMirror(inner, target, config)
     starts = [[token % vocab for token in prompt] for prompt in LAW_PROMPTS]
     choose = OutcomeBranches(len(starts), paths, last=mirrored_rounds)
-    prompts = [prompt for prompt in starts for _ in range(paths)]
-    outputs = decode(
-        target, draft, prompts, k=k, sampling=LAW, max_new_tokens=length, choose=choose, rule=rule
-    )  # fmt: skip
-    assert choose.walked == paths
+    law = engine_law(target, draft, k, length, LAW, paths, rule, starts, choose)
     assert 0 < draft.counts.reused < draft.counts.rounds
-    # a branch of weight 0 accepts what was not drafted
-    text = torch.tensor([o.output_ids for o in outputs]).clamp_min(0)
-    text = text @ vocab ** torch.arange(length - 1, -1, -1)
-    law = torch.zeros(len(starts), vocab**length, dtype=torch.float64)
-    row = torch.arange(len(prompts)) // paths
-    law.view(-1).scatter_add_(0, row * vocab**length + text, choose.weight)
-    own = [own_law(model, prompt, length, LAW) for prompt in starts]
-    return max(tv(a, b) for a, b in zip(law, own, strict=True))
+    return distance_from_own_law(law, model, length, LAW, starts)
 
 
 CASES = {
@@ -268,16 +261,16 @@ FIND, TAKE = mirror.find_branch, mirror.take_branch
 
 
 def chosen_by_content(
-    branches: BranchSet, accepted: torch.Tensor, bonus: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    branches: BranchSet, accepted: Tensor, bonus: Tensor
+) -> tuple[Tensor, Tensor]:
     """A branch is used only if its first token pleases."""
     found, number = FIND(branches, accepted, bonus)
     return found & (branches.tokens[torch.arange(len(number)), 0, number] == 0), number
 
 
 def chosen_by_likelihood(
-    branches: BranchSet, accepted: torch.Tensor, bonus: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    branches: BranchSet, accepted: Tensor, bonus: Tensor
+) -> tuple[Tensor, Tensor]:
     """A branch is used only if its first token is likelier than others, as the target's later logits would say too."""
     found, number = FIND(branches, accepted, bonus)
     assert branches.q is not None
@@ -287,9 +280,7 @@ def chosen_by_likelihood(
     return found & (likely > 1 / branches.q.shape[-1]), number
 
 
-def q_of_the_first_branch(
-    branches: BranchSet, rows: torch.Tensor, number: torch.Tensor
-) -> mirror.ChosenBranch:
+def q_of_the_first_branch(branches: BranchSet, rows: Tensor, number: Tensor) -> mirror.ChosenBranch:
     """q is not kept for each branch."""
     chosen = TAKE(branches, rows, number)
     assert branches.q is not None
@@ -333,7 +324,7 @@ def test_an_error_in_the_second_thread_is_raised() -> None:
     class Broken(RuntimeError):
         pass
 
-    def fail(states: torch.Tensor) -> None:
+    def fail(states: Tensor) -> None:
         raise Broken
 
     draft._outcomes = fail  # type: ignore[assignment,method-assign]

@@ -28,7 +28,7 @@ from tests.decode.verification.test_exact_distribution import (
     small,
 )
 from tests.heads import prefilled, randomise
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import ARCHITECTURES, tiny_model, tiny_target
 
 KINDS = [
@@ -55,7 +55,7 @@ def draft_of(target: Target, shape: Any = None) -> MtpDraft:
 def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) -> Tensor:
     """[n + 1, V]: logits after each of the n drafted tokens, each from one pass over everything, without a cache."""
     weight = own.runner.model.get_input_embeddings().weight
-    states = prefilled(own, text[:-1], net.taps)[None]
+    states = prefilled(own, text[:-1], net.aux_layers)[None]
     tokens, laws = list(text[1:]), []
     for token in [*drafted, None]:
         position = torch.arange(len(tokens))[None]
@@ -134,8 +134,7 @@ def test_planted_bugs_change_the_distributions(
     assert drift(draft, own, sampling=HOT)[0] > 0.02
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", slow_except(KINDS, FEW))
+@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(KINDS, SHAPES), FEW))
 def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
     own = tiny_target(tiny_model(arch))
     plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
@@ -213,7 +212,7 @@ def test_a_native_layer_computes_what_transformers_computes(
     reference.set_attn_implementation("eager")
     theirs = layers.MtpModel.from_pretrained(reference)
     text = PROMPTS[0]
-    states = prefilled(own, text[:-1], net.taps)[None]
+    states = prefilled(own, text[:-1], net.aux_layers)[None]
     position = torch.arange(1, len(text))[None]
     from transformers.cache_utils import MtpCache
 

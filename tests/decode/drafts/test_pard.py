@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts import blocks
@@ -26,7 +27,7 @@ from tests.decode.verification.test_exact_distribution import (
     engine_law,
     small,
 )
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import (
     ARCHITECTURES,
     FEW,
@@ -49,7 +50,7 @@ def drift(draft: Any, inner: PardDraft, model: Any) -> tuple[float, set[int]]:
     """(largest difference from transformers' pass over the text and K - 1 masks, accepted lengths that occurred)."""
     plain = reference(noisy(model, 0.05))
 
-    def one_pass(text: list[int], depth: int) -> torch.Tensor:
+    def one_pass(text: list[int], depth: int) -> Tensor:
         whole = torch.tensor([[*text, *[MASK] * (depth - 1)]])
         return plain(whole).logits[0, -depth:]
 
@@ -57,8 +58,7 @@ def drift(draft: Any, inner: PardDraft, model: Any) -> tuple[float, set[int]]:
         return decode_and_compare(tiny_target(model), draft, seen, one_pass)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
 def test_distributions_are_those_of_text_and_masks(arch: str, shape: str) -> None:
     """Catches masks of an earlier pass that are still seen, positions one off, rows shorter than what is read again,
     and logits of the wrong tokens, after every number of accepted drafts."""
@@ -80,7 +80,7 @@ def test_distributions_after_rounds_without_it() -> None:
 READ = PardDraft._read_with_masks
 
 
-def too_few(self: PardDraft, *inputs: Any) -> torch.Tensor:
+def too_few(self: PardDraft, *inputs: Any) -> Tensor:
     """Reads one token less than a round may commit: a mask of the pass before stays."""
     depth, self.depth = self.depth, self.depth - 2
     found = READ(self, *inputs)
@@ -88,7 +88,7 @@ def too_few(self: PardDraft, *inputs: Any) -> torch.Tensor:
     return found
 
 
-def one_early(self: PardDraft, history: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
+def one_early(self: PardDraft, history: Tensor, length: Tensor, k: int) -> Tensor:
     return READ(self, history, length - 1, k)
 
 
@@ -101,8 +101,7 @@ def test_planted_bugs_change_the_distributions(bug: Any, monkeypatch: pytest.Mon
     assert drift(draft, draft, model)[0] > 0.05
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
 def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
     model = tiny_model(arch)
     own = tiny_target(model)

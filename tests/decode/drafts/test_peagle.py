@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import PEagleDraft
@@ -31,7 +31,7 @@ from tests.decode.verification.test_exact_distribution import (
     small,
 )
 from tests.heads import causal, prefilled, randomise
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
 
 TAPS = (0, 1, 2)
@@ -42,8 +42,8 @@ def fields(
 ) -> dict[str, Any]:
     vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.runner.config, vocab, size, taps)
-    return layouts.peagle_config(config, vocab - 1)
+    config = eagle_layouts.eagle3_config(target.runner.config, vocab, size, taps)
+    return eagle_layouts.peagle_config(config, vocab - 1)
 
 
 def net_of(target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS) -> Eagle3Model:
@@ -60,7 +60,7 @@ def draft_of(target: Target, shape: Any = None, **more: Any) -> PEagleDraft:
 
 def one_pass(net: Eagle3Model, own: Target, text: list[int], depth: int) -> Tensor:
     """[depth, Vd]: logits from all pairs of the text and depth - 1 masks, without a cache."""
-    features = prefilled(own, text[:-1], net.taps)[None]
+    features = prefilled(own, text[:-1], net.aux_layers)[None]
     masks = net.mask_hidden.expand(1, depth - 1, -1)
     tokens = torch.tensor([[*text[1:], *[net.mask_token] * (depth - 1)]])
     embeds = net.embed(tokens, own.runner.model.get_input_embeddings().weight)
@@ -125,8 +125,7 @@ def test_planted_bugs_change_the_distributions(bug: Any, monkeypatch: pytest.Mon
     assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
 def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
     own = tiny_target(tiny_model(arch))
     plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE, save_ids
 from decode.common.errors import UserError
@@ -82,7 +83,7 @@ def test_it_drafts_its_own_tokens_and_greedy_text_stays(
         assert texts(outputs) == [hf_text(model, p, max_new_tokens=20) for p in PROMPTS]
 
 
-def rank_instead_of_id(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def rank_instead_of_id(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     """The planted bug: the draft's own ids are taken for the target's."""
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., : len(ids)] = logits

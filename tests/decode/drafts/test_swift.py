@@ -27,14 +27,12 @@ from eval.benchmark.methods import build_draft
 from tests import worlds
 from tests.decode.drafts.test_exit_adapter import target_logits
 from tests.decode.engine.test_engine import texts
-from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
-    Branches,
-    own_law,
+    distance_from_own_law,
+    engine_law,
     small,
-    tv,
 )
 from tests.params import slow_except
 from tests.tiny import ARCHITECTURES, reference, tiny_model, tiny_prompts, tiny_target
@@ -187,23 +185,9 @@ def law_distance(config: SwiftConfig, k: int, length: int, paths: int, rule: str
     draft.search.state.tried[BITS] = (
         0.0  # the first set that a search tries is another one, and better
     )
-    choose = Branches(len(LAW_PROMPTS), paths)
-    prompts = [prompt for prompt in LAW_PROMPTS for _ in range(paths)]
-    outputs = decode(
-        own, draft, prompts, k=k, sampling=sampling, max_new_tokens=length,
-        choose=choose, rule=rule,
-    )  # fmt: skip
-    assert choose.walked == paths
+    law = engine_law(own, draft, k, length, sampling, paths, rule)
     assert (draft.search.state.best != BITS) == config.adaptive
-    ids = torch.tensor([o.output_ids for o in outputs]).clamp_min(0)  # no token: of weight 0
-    text = ids @ 3 ** torch.arange(length - 1, -1, -1)
-    worst = 0.0
-    for i, prompt in enumerate(LAW_PROMPTS):
-        own_rows = slice(i * paths, (i + 1) * paths)
-        law = torch.zeros(3**length, dtype=torch.float64)
-        law.scatter_add_(0, text[own_rows], choose.weight[own_rows])
-        worst = max(worst, tv(law, own_law(model, prompt, length, sampling)))
-    return worst
+    return distance_from_own_law(law, model, length, sampling)
 
 
 UNSURE = replace(FIXED, skip_threshold=0.4)

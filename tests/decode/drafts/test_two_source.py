@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts import causal, drafting
@@ -32,12 +34,17 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_compile import graphs  # noqa: F401  a fixture
 from tests.decode.engine.test_engine import texts
-from tests.decode.verification.test_exact_distribution import Branches, own_law, small, tv
+from tests.decode.verification.test_exact_distribution import (
+    distance_from_own_law,
+    engine_law,
+    small,
+)
 from tests.heads import FAMILIES, random_draft
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 MODELS = ["causal", "early-exit", *FAMILIES]
+LOOKUPS = ["ngram", "suffix"]
 PROMPTS = tiny_prompts(13, 1, 9)
 K, LENGTH = 3, 40
 
@@ -58,9 +65,9 @@ class Watched(DraftWrapper):
         super().__init__(inner)
         self.never_skip = never_skip
         self.asked = self.skipped = 0
-        self.states: dict[tuple[int, ...], torch.Tensor] = {}
+        self.states: dict[tuple[int, ...], Tensor] = {}
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         self.asked += 1
         with first_logits() as seen:
             proposal = self.inner.propose(history, length, k)
@@ -68,7 +75,7 @@ class Watched(DraftWrapper):
             self.states[tuple(ids[:count])] = logits.clone()
         return proposal
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         self.skipped += 1
         if self.never_skip:
             self.propose(history, length, k)
@@ -77,12 +84,12 @@ class Watched(DraftWrapper):
 
 
 @contextmanager
-def first_logits() -> Iterator[list[torch.Tensor]]:
+def first_logits() -> Iterator[list[Tensor]]:
     """[B, V] that each chain drafted within it begins with."""
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
     chain = drafting.draft_chain
 
-    def spy(step: Any, logits: torch.Tensor, *rest: Any) -> Proposal:
+    def spy(step: Any, logits: Tensor, *rest: Any) -> Proposal:
         seen.append(logits)
         return chain(step, logits, *rest)
 
@@ -100,7 +107,7 @@ class Script(Draft):
         self.known = [[*o.prompt_ids, *o.output_ids] for o in outputs]
         self.silent = silent
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         rows = []
         for ids, count in zip(history.tolist(), length.tolist(), strict=True):
             text = next((x for x in self.known if x[:count] == ids[:count]), [])
@@ -114,23 +121,26 @@ class Script(Draft):
 # ---- text ----
 
 
-@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_is_the_targets(name: str, lookup: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lookup", "rows"),
+    slow_except(
+        product(MODELS, LOOKUPS, [1, 3]), zip(MODELS, cycle(LOOKUPS), cycle([1, 3]), strict=False)
+    ),
+)
+def test_greedy_text_is_the_targets(name: str, lookup: str, rows: int) -> None:
     """Catches tokens of one source in the row of the other, and states that only one kind of round keeps.
 
     The random target repeats itself after a while, so that both sources draft.
     """
-    own = tiny_target(tiny_model("llama"))
-    for prompts in (PROMPTS[:1], PROMPTS):
-        watched = Watched(model_draft(name, own))
-        draft = add_lookup(watched, lookup, 2, own)
-        settings: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
-        outputs = decode(own, draft, prompts, **settings)
-        assert texts(outputs) == texts(decode(own, None, prompts, max_new_tokens=LENGTH))
-        assert watched.asked > 0
-        alone = decode(own, model_draft(name, own), prompts, **settings)
-        assert [o.rounds for o in outputs] != [o.rounds for o in alone]
+    own, prompts = tiny_target(tiny_model("llama")), PROMPTS[:rows]
+    watched = Watched(model_draft(name, own))
+    draft = add_lookup(watched, lookup, 2, own)
+    settings: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
+    outputs = decode(own, draft, prompts, **settings)
+    assert texts(outputs) == texts(decode(own, None, prompts, max_new_tokens=LENGTH))
+    assert watched.asked > 0
+    alone = decode(own, model_draft(name, own), prompts, **settings)
+    assert [o.rounds for o in outputs] != [o.rounds for o in alone]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +201,7 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> 
 
 WORK = tiny_prompts(7, 1, 3, 21, 2)
 """More prompts than rows, so that rows are used again."""
-TIGHT = 1e-8
+TIGHT, SHORT = 1e-8, 30
 
 
 def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) -> float:
@@ -201,13 +211,13 @@ def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) ->
     they drafted before (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round.
     """
     own = tiny_target(tiny_model("llama", dtype=torch.float64))
-    lookup = Script(decode(own, None, WORK, max_new_tokens=LENGTH))
+    lookup = Script(decode(own, None, WORK, max_new_tokens=SHORT))
     watched, control = (Watched(model_draft(name, own), never) for never in (False, True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal, "MAX_UNREAD", unread)
         for each in (watched, control):
             draft = TwoSourceDraft(lookup, each, VOCAB)
-            outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=LENGTH)
+            outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=SHORT)
             assert {count for o in outputs for _, count in o.rounds} >= {0, 1, K}
     assert min(watched.asked, watched.skipped) > 5
     want = control.states
@@ -222,22 +232,23 @@ def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) ->
 @torch.no_grad()
 def whole_text_logits(
     model: Any, texts: Iterable[tuple[int, ...]]
-) -> dict[tuple[int, ...], torch.Tensor]:
+) -> dict[tuple[int, ...], Tensor]:
     return {text: model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts}
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "rows"), slow_except(product(MODELS, [1, 2]), rotated(MODELS, [1, 2]))
+)
 def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
     """Catches K/V that lacks what skipped rounds committed, states of another round, and a row that is filled again
     while another has tokens to catch up, and the model's own tokens in the K/V of a row that copied others."""
     assert largest_difference(name, rows) < TIGHT
 
 
-def test_a_long_skip_is_read_in_parts() -> None:
+@pytest.mark.parametrize("rows", slow_except([1, 2], [2]))
+def test_a_long_skip_is_read_in_parts(rows: int) -> None:
     """Catches tokens lost where the small LM reads in a round that does not ask it."""
-    assert largest_difference("causal", 1, unread=5) < TIGHT
-    assert largest_difference("causal", 2, unread=5) < TIGHT
+    assert largest_difference("causal", rows, unread=5) < TIGHT
 
 
 @pytest.mark.parametrize(
@@ -245,7 +256,7 @@ def test_a_long_skip_is_read_in_parts() -> None:
     [
         ("causal", 1, CausalDraft, "skip"),
         ("causal", 2, CausalDraft, "on_replaced"),
-        ("eagle1", 1, EagleDraft, "skip"),
+        pytest.param("eagle1", 1, EagleDraft, "skip", marks=pytest.mark.slow),
         ("eagle3", 1, EagleDraft, "skip"),
     ],
 )
@@ -328,7 +339,7 @@ class Copier(Draft):
 
     name = "copier"
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return Proposal(history.gather(1, length[:, None] - 1).expand(-1, k), None)
 
 
@@ -344,6 +355,7 @@ MIXED: dict[str, Callable[[Target], Draft]] = {
     "eagle3": lambda target: random_draft("eagle3", target),
     "medusa": lambda target: random_draft("medusa", target),
 }
+SIZES = [(1, 3), (2, 2)]
 LACKS = {"fewer rows": 2, "eagle3": 1}
 """A token that the draft's vocabulary does not have."""
 
@@ -352,20 +364,8 @@ def law_distance(
     draft: Draft, target: Target, k: int, length: int, paths: int, rule: str = "exact"
 ) -> float:
     """TV of what the engine emits from the target's own law, all choices walked."""
-    choose = Branches(len(LAW_PROMPTS), paths)
-    prompts = [prompt for prompt in LAW_PROMPTS for _ in range(paths)]
-    outputs = decode(
-        target, draft, prompts, k=k, sampling=SAMPLING, max_new_tokens=length, choose=choose, rule=rule
-    )  # fmt: skip
-    assert choose.walked == paths
-    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(length - 1, -1, -1)
-    worst = 0.0
-    for i, prompt in enumerate(LAW_PROMPTS):
-        own = slice(i * paths, (i + 1) * paths)
-        law = torch.zeros(3**length, dtype=torch.float64)
-        law.scatter_add_(0, text[own], choose.weight[own])
-        worst = max(worst, tv(law, own_law(target.runner.model, prompt, length, SAMPLING)))
-    return worst
+    law = engine_law(target, draft, k, length, SAMPLING, paths, rule, LAW_PROMPTS)
+    return distance_from_own_law(law, target.runner.model, length, SAMPLING, LAW_PROMPTS)
 
 
 def mixed(name: str, two_source: type[TwoSourceDraft] = TwoSourceDraft) -> tuple[Target, Draft]:
@@ -373,8 +373,9 @@ def mixed(name: str, two_source: type[TwoSourceDraft] = TwoSourceDraft) -> tuple
     return target, two_source(NgramDraft(2, 1), MIXED[name](target), 3)
 
 
-@pytest.mark.parametrize("size", [(1, 3), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    ("name", "size"), slow_except(product(MIXED, SIZES), rotated(MIXED, SIZES)), ids=str
+)
 def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int]) -> None:
     """Catches the model's q for a copied token, a copied token that the model's vocabulary lacks, and a choice of the
     source that knows more than the text. Exact: no false alarm."""
@@ -413,7 +414,7 @@ def test_rounds_without_the_model_emit_the_targets_law(rule: str) -> None:
 class ModelsLaw(TwoSourceDraft):
     """The planted bug: copied tokens are judged by the model's distributions."""
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         recorded = RecordingDraft(self.inner)
         self.inner = recorded
         proposal = super().propose(history, length, k)
@@ -424,7 +425,7 @@ class ModelsLaw(TwoSourceDraft):
 class LateChoice(TwoSourceDraft):
     """The planted bug: a model's token that does not please is replaced by one that is certain."""
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = super().propose(history, length, k)
         assert proposal.q is not None
         other = torch.ones_like(proposal.tokens)
@@ -445,7 +446,8 @@ def test_a_law_of_the_other_source_is_seen(bug: type[TwoSourceDraft]) -> None:
 # ---- modes, devices, errors ----
 
 
-@pytest.mark.parametrize("mode", slow_except(["greedy", "sampled"], ["sampled"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_compiled_rounds_say_the_same(mode: str, graphs: list[int]) -> None:  # noqa: F811
     """Catches a graph of the target's half for each source: it would be made while decoding is timed."""
     own = tiny_target(tiny_model("llama"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ from tests.decode.drafts.test_exit_adapter import IDS
 from tests.decode.drafts.test_exit_adapter import draft_of as exit_draft
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.heads import random_draft
-from tests.params import slow_except
+from tests.params import pairwise, slow_except
 from tests.tiny import ARCHITECTURES, FEW, noisy, tiny_model, tiny_prompts, tiny_target
 
 ROUNDS, SIZE, K = 3, 60, 3
@@ -104,14 +105,14 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
     """Three prompts of unequal length in their rows, prefilled, with their first token."""
     prompts = tiny_prompts(13, 4, 9)
     target.runner.allocate(len(prompts), SIZE)
-    target.runner.capture_hidden_states(None if draft is None else draft.taps)
+    target.runner.capture_hidden_states(None if draft is None else draft.aux_layers)
     state = BatchState.empty(len(prompts), SIZE, target.runner.device)
     length = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.tensor([prompt + [0] * (13 - len(prompt)) for prompt in prompts])
     first = target.runner.prefill(tokens, length).argmax(-1)
     if draft is not None:
         draft.begin_batch(DraftContext(len(prompts), SIZE, rules.k, rules.sampling, rules.choose))
-        features = None if draft.taps is None else target.runner.features
+        features = None if draft.aux_layers is None else target.runner.features
         draft.prefill(torch.arange(len(prompts)), tokens, length, features)
     state.history[:, :13] = tokens
     state.history[torch.arange(len(prompts)), length] = first
@@ -177,10 +178,11 @@ FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("rule", slow_except(VERIFICATION_RULES, ["exact"]))
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_round_of_any_family_reads_nothing(family: str, sampled: bool, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "family", "sampled"),
+    slow_except(pairwise(VERIFICATION_RULES, FAMILIES, [False, True]), ["exact"]),
+)
+def test_a_round_of_any_family_reads_nothing(rule: str, family: str, sampled: bool) -> None:
     """Catches a rule, a draft or a warp that asks the host, or that makes a tensor of Python numbers every round."""
     model = tiny_model("llama")
     target = tiny_target(model)
@@ -212,7 +214,7 @@ def test_the_lint_finds_what_only_a_cpu_may_do() -> None:
     assert reads(tiny_target(tiny_model("llama")), NgramDraft()) == {"item": ROUNDS}
 
 
-PLANTED: dict[str, tuple[Callable[[torch.Tensor], Any], set[str]]] = {
+PLANTED: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {
     "int": (lambda length: int(length.max()), {"item"}),
     "if": (lambda length: 1 if (length > 5).all() else 2, {"is_nonzero"}),
     "slice": (lambda length: length[: length[0]], {"item"}),
@@ -241,7 +243,7 @@ def test_the_lint_finds_a_planted_read(bug: str) -> None:
     class Asking(Draft):
         name = "asking"
 
-        def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
             act(length)
             return Proposal(history[:, :k], None)
 

@@ -28,9 +28,9 @@ from decode.verification.sampling import SamplingParams
 from tests.decode.drafts.test_adaptive_draft import DRAFTS as CHAINS
 from tests.decode.drafts.test_adaptive_draft import ROUND_MS
 from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401
-from tests.decode.engine.test_compile import graphs, make  # noqa: F401  a fixture
+from tests.decode.engine.test_compile import FAMILIES, HOW, graphs, make  # noqa: F401  a fixture
 from tests.fake_gpu import fake_gpu
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
 PROMPTS = tiny_prompts(13, 4, 9, 6, 11)
@@ -83,10 +83,7 @@ class RecordedRunner:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        run: Callable[[], Tensor],
-        changed: Sequence[Tensor],
-        keep_alive: Sequence[Any] = (),
+        self, run: Callable[[], Tensor], changed: Sequence[Tensor], keep_alive: Sequence[Any] = ()
     ):
         self.made.append(self)
         self.keep_alive = run, *keep_alive
@@ -112,7 +109,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> list[Recorde
 
 
 def runs(
-    target: Target, draft: Draft | None, mode: str, sampling: SamplingParams, rows: int = 2
+    target: Target,
+    draft: Draft | None,
+    mode: str,
+    sampling: SamplingParams,
+    rows: int = 2,
+    new: int = 16,
 ) -> list[DecodeRecord]:
     """Two runs of one engine over all prompts in few rows; the second finds the graph of the first."""
     engine = SpeculativeEngine(target, draft, k=3, sampling=sampling)
@@ -120,22 +122,22 @@ def runs(
     found = []
     for seed in (3, 4):
         found += collect_outputs(
-            PROMPTS, engine.speculate(PROMPTS, max_new_tokens=24, rows=rows, seed=seed)
+            PROMPTS, engine.speculate(PROMPTS, max_new_tokens=new, rows=rows, seed=seed)
         )
     return found
 
 
-FAMILIES = ["plain", "ngram", "causal", "padded", "reduced", "static", "dynamic", "early-exit"]
-FAMILIES += ["medusa", "eagle3", "pard", "peagle", "dflash", "dspark", "mtp", "layerskip"]
-CASES = [f"{name}-{how}" for name in FAMILIES for how in ("greedy", "sampled")]
-KEPT = ["plain-greedy", "causal-sampled", "medusa-greedy", "eagle3-greedy", "static-sampled"]
+KEPT = [("plain", "greedy"), ("causal", "sampled")]
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, KEPT))
-def test_a_replayed_round_is_an_eager_one(case: str, recorded: list[RecordedRunner]) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), slow_except(dict.fromkeys([*KEPT, *rotated(FAMILIES, HOW)]), KEPT)
+)
+def test_a_replayed_round_is_an_eager_one(
+    name: str, how: str, recorded: list[RecordedRunner]
+) -> None:
     """Catches state that a round keeps at new addresses or as Python numbers, values that the host reads or sends,
     and what the rounds before the capture leave behind: text and rounds of every family."""
-    name, _, how = case.rpartition("-")
     sampling = SAMPLED if how == "sampled" else SamplingParams()
     target = tiny_target(tiny_model("llama"))
     want = runs(target, make(name, target), "eager", sampling)
@@ -147,13 +149,15 @@ def test_a_replayed_round_is_an_eager_one(case: str, recorded: list[RecordedRunn
     assert [o.rounds for o in got] == [o.rounds for o in want]
 
 
-@pytest.mark.parametrize("case", ["causal-sampled", "eagle3-greedy", "static-greedy"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    slow_except([("causal", "sampled"), ("eagle3", "greedy"), ("static", "greedy")], ["causal"]),
+)
 def test_rounds_beyond_a_short_draft_are_captured_too(
-    case: str, recorded: list[RecordedRunner]
+    name: str, how: str, recorded: list[RecordedRunner]
 ) -> None:
     """Catches a graph that goes on drafting where no row is within the draft's context, and one that is captured anew
     for each such round."""
-    name, _, how = case.rpartition("-")
     sampling = SAMPLED if how == "sampled" else SamplingParams()
     target = tiny_target(tiny_model("llama"))
     found = []
@@ -190,7 +194,7 @@ LENGTHS = [(3, 2), (1, 2), (3, 2), (2, 2), (1, 2)]
     "name",
     slow_except(
         ["causal", "ngram", "early-exit", "medusa", "pard", "peagle", "dflash", "mtp", "layerskip"],
-        ["causal", "medusa", "mtp"],
+        ["causal"],
     ),
 )
 def test_each_draft_length_is_captured_once(name: str, recorded: list[RecordedRunner]) -> None:
@@ -206,7 +210,7 @@ MOVING = [(1, 2), (3, 2), (3, 1), (3, 2)]
 """The first K is the smaller one: buffers that have room for it alone move. Then other rows, and back."""
 
 
-@pytest.mark.parametrize("name", slow_except(["causal", "mtp", "dynamic"], ["mtp"]))
+@pytest.mark.parametrize("name", slow_except(["causal", "mtp", "dynamic"], ["causal"]))
 def test_graphs_end_where_buffers_move(name: str, recorded: list[RecordedRunner]) -> None:
     """Catches a graph that goes on writing to buffers of another batch."""
     target = tiny_target(tiny_model("llama"))
@@ -241,22 +245,23 @@ def test_a_stale_graph_is_seen(
 BY_ACCEPTANCE = AdaptiveConfig("acceptance", round_ms=(10.0, 13.5, 17.0, 20.5))
 """A row drafts while its acceptance is above a third."""
 ADAPTED = [name for name in CHAINS if name not in ("swift", "causal+ngram")]
-ADAPTIVE_CASES = [f"{name}-{how}" for name in ADAPTED for how in ("greedy", "sampled")]
-KEPT_ADAPTIVE = ["causal-greedy", "causal-sampled", "eagle3-greedy", "dflash-sampled"]
 
 
 def run_adaptive(name: str, sampling: SamplingParams, rows: int, mode: str) -> list[DecodeRecord]:
     """`runs` of a chain whose length follows its acceptance."""
     target = tiny_target(tiny_model("llama"))
     draft = AdaptiveDraft(CHAINS[name](target), BY_ACCEPTANCE)
-    return runs(target, draft, mode, sampling, rows)
+    return runs(target, draft, mode, sampling, rows, new=24)
 
 
-@pytest.mark.parametrize("case", slow_except(ADAPTIVE_CASES, KEPT_ADAPTIVE))
-def test_adaptive_rounds_are_eager_ones(case: str, recorded: list[RecordedRunner]) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), slow_except(rotated(ADAPTED, HOW), [("causal", "sampled")])
+)
+def test_adaptive_rounds_are_eager_ones(
+    name: str, how: str, recorded: list[RecordedRunner]
+) -> None:
     """Catches lengths that a graph holds as Python's numbers, a graph for each round, and tokens of rounds without
     drafts that a replayed draft has never read."""
-    name, _, how = case.rpartition("-")
     sampling = SAMPLED if how == "sampled" else SamplingParams()
     for rows in (1, 2):
         recorded.clear()
@@ -280,6 +285,7 @@ class RunAgain:
         return self.run()
 
 
+@pytest.mark.slow  # of engines without graphs test_adaptive_draft.py tells as much every time
 def test_adaptive_rounds_compile_two_shapes(
     graphs: list[int],  # noqa: F811
     as_on_a_gpu: None,  # noqa: F811
@@ -408,7 +414,10 @@ def test_a_number_that_passes_the_host_is_seen(
         runs(target, kind(causal(target)), "captured", SamplingParams())
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"], ["dflash"]),
+)
 def test_what_a_warm_up_changes_is_put_back(
     name: str, recorded: list[RecordedRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

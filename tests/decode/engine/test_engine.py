@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from decode.common.errors import UserError
@@ -55,23 +56,6 @@ def texts(outputs: list[DecodeRecord]) -> list[list[int]]:
 
 
 # ---- text ----
-
-
-@pytest.mark.parametrize("arch", FEW)
-def test_greedy_text_equals_generate(arch: str) -> None:
-    """Catches lost windows, softcaps and sinks, wrong positions, K/V not rolled back, rows mixed up, in fp32.
-
-    The causal draft must have met rejections and full acceptance, else roll-back was not tried.
-    """
-    model = tiny_model(arch)
-    want = [hf_text(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
-    for name in DRAFTS:
-        outputs = decode(
-            tiny_target(model), make_draft(name, model), PROMPTS, k=3, max_new_tokens=20
-        )
-        assert texts(outputs) == want, name
-    accepted = {accepted for output in outputs for _, accepted in output.rounds}
-    assert min(accepted) < max(accepted) == 3
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -168,7 +152,7 @@ class Wrong(Draft):
     def __init__(self, continuation: list[list[int]], prompts: list[list[int]]):
         self.full = [[*p, *c, 0, 0, 0, 0] for p, c in zip(prompts, continuation, strict=True)]
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         rows = [
             [(token + 1) % VOCAB for token in full[n : n + k]]
             for full, n in zip(self.full, length.tolist(), strict=True)
@@ -223,9 +207,8 @@ def test_eos_inside_a_drafted_window(arch: str) -> None:
     model = tiny_model(arch)
     free = hf_text(model, PROMPTS[0], max_new_tokens=20)
     place = next(i for i in range(2, 20) if i % 4 in (1, 2, 3) and free[i] not in free[:i])
-    eos = free[
-        place
-    ]  # the first token comes before the rounds of 4: this one is a draft, not a bonus
+    # The first token comes before the rounds of 4: this one is a draft, not a bonus
+    eos = free[place]
     want = hf_text(model, PROMPTS[0], max_new_tokens=20, eos_token_id=eos)
     for name in DRAFTS:
         target, draft = tiny_target(model, (eos,)), make_draft(name, model)

@@ -8,17 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
-from decode.engine.engine import decode
 from decode.model.cut_layers import cut_layers
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, tree_from_paths
-from tests.decode.verification.test_exact_distribution import PROMPTS, Branches, own_law, small, tv
+from tests.decode.verification.test_exact_distribution import (
+    PROMPTS,
+    distances,
+    engine_law,
+    own_law,
+    small,
+)
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_target
 
@@ -63,52 +69,36 @@ def cut(target: Target, **shape: Any) -> CausalDraft:
     return CausalDraft(ModelRunner(model, ids=REDUCED), **shape)
 
 
-# name: (draft, keywords of decode, branches of a round)
-CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
-    "block": (near, {"rule": "block"}, BLOCK),
-    "static": (lambda t: near(t, shape=FORKED), {}, WALK),
-    "dynamic": (lambda t: near(t, shape=DynamicTree(2, 3)), {}, WALK),
-    "early-exit tree": (lambda t: EarlyExitDraft(t, 1, FORKED), {}, WALK),
-    "fewer rows": (padded(2), {}, BLOCK),
-    "more rows": (padded(5), {}, BLOCK),
-    "fewer rows, block": (padded(2), {"rule": "block"}, BLOCK),
-    "more rows, tree": (padded(5, shape=FORKED), {}, WALK),
-    "short context": (short, {}, BLOCK),
-    "short context, block": (short, {"rule": "block"}, BLOCK),
-    "short context, tree": (lambda t: short(t, shape=FORKED), {}, WALK),
-    "reduced": (reduced, {}, BLOCK),
-    "reduced, block": (reduced, {"rule": "block"}, BLOCK),
-    "reduced, tree": (lambda t: reduced(t, shape=FORKED), {}, WALK),
-    "cut": (cut, {}, BLOCK),
-    "cut, block": (cut, {"rule": "block"}, BLOCK),
-    "cut, tree": (lambda t: cut(t, shape=FORKED), {}, WALK),
+# name: (draft, rule, branches of a round)
+CASES: dict[str, tuple[Callable[[Target], Draft], str, int]] = {
+    "block": (near, "block", BLOCK),
+    "static": (lambda t: near(t, shape=FORKED), "exact", WALK),
+    "dynamic": (lambda t: near(t, shape=DynamicTree(2, 3)), "exact", WALK),
+    "early-exit tree": (lambda t: EarlyExitDraft(t, 1, FORKED), "exact", WALK),
+    "fewer rows": (padded(2), "exact", BLOCK),
+    "more rows": (padded(5), "exact", BLOCK),
+    "fewer rows, block": (padded(2), "block", BLOCK),
+    "more rows, tree": (padded(5, shape=FORKED), "exact", WALK),
+    "short context": (short, "exact", BLOCK),
+    "short context, block": (short, "block", BLOCK),
+    "short context, tree": (lambda t: short(t, shape=FORKED), "exact", WALK),
+    "reduced": (reduced, "exact", BLOCK),
+    "reduced, block": (reduced, "block", BLOCK),
+    "reduced, tree": (lambda t: reduced(t, shape=FORKED), "exact", WALK),
+    "cut": (cut, "exact", BLOCK),
+    "cut, block": (cut, "block", BLOCK),
+    "cut, tree": (lambda t: cut(t, shape=FORKED), "exact", WALK),
 }
 
 
-def distances(name: str, length: int = LENGTH) -> list[float]:
+def law_distances(name: str, length: int = LENGTH) -> Tensor:
     """TV of the emitted text from the target's own law, for each prompt."""
-    make, keywords, branches = CASES[name]
+    make, rule, branches = CASES[name]
     model = small(num_hidden_layers=2)
     target = tiny_target(model)
     paths = 3 * branches ** (length - 1)
-    choose = Branches(len(PROMPTS), paths)
-    prompts = [prompt for prompt in PROMPTS for _ in range(paths)]
-    outputs = decode(
-        target, make(target), prompts, k=2, sampling=SAMPLING, max_new_tokens=length,
-        choose=choose, **keywords,
-    )  # fmt: skip
-    assert choose.walked == paths
-    ids = torch.tensor([o.output_ids for o in outputs])
-    # Branches that accept a token where none was drafted are walked too; none of them may be possible.
-    assert not choose.weight[(ids < 0).any(1)].any()
-    text = ids.clamp_min(0) @ 3 ** torch.arange(length - 1, -1, -1)
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        own = slice(i * paths, (i + 1) * paths)
-        law = torch.zeros(3**length, dtype=torch.float64)
-        law.scatter_add_(0, text[own], choose.weight[own])
-        found.append(tv(law, own_law(model, prompt, length, SAMPLING)))
-    return found
+    law = engine_law(target, make(target), 2, length, SAMPLING, paths, rule)
+    return distances(law, lambda x: own_law(model, x, length, SAMPLING), PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -118,24 +108,22 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
     length = 2 if CASES[name][2] == BLOCK else LENGTH
-    assert max(distances(name, length)) < 1e-7  # HF norms compute in fp32
+    assert law_distances(name, length).max() < 1e-7  # HF norms compute in fp32
 
 
 def test_draft_ids_without_their_map_move_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if it passes tokens that are numbers within the draft's vocabulary, q being mapped."""
     propose = CausalDraft.propose
 
-    def unmapped(
-        self: CausalDraft, history: torch.Tensor, length: torch.Tensor, k: int
-    ) -> Proposal:
+    def unmapped(self: CausalDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = propose(self, history, length, k)
         return Proposal(torch.searchsorted(REDUCED, proposal.tokens), proposal.q)
 
     monkeypatch.setattr(CausalDraft, "propose", unmapped)
-    assert min(distances("reduced", 2)) > 1e-3
+    assert law_distances("reduced", 2).min() > 1e-3
 
 
 def test_typical_acceptance_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if it passes a rule that is known to move the law."""
-    monkeypatch.setitem(CASES, "typical", (lambda t: near(t, shape=FORKED), {"rule": "typical"}, 3))
-    assert min(distances("typical", 2)) > 1e-3
+    monkeypatch.setitem(CASES, "typical", (lambda t: near(t, shape=FORKED), "typical", 3))
+    assert law_distances("typical", 2).min() > 1e-3

@@ -24,11 +24,10 @@ from decode.model.runner import ModelRunner
 from decode.verification.registry import VERIFICATION_RULES
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
-from tests.decode.engine.test_captured_rounds import FAMILIES
-from tests.decode.engine.test_compile import make
+from tests.decode.engine.test_compile import FAMILIES, HOW, make
 from tests.fake_gpu import NOT_HERE, GpuBug, OneDevice, fake_gpu
 from tests.heads import random_draft
-from tests.params import slow_except
+from tests.params import pairwise, slow_except
 from tests.tiny import ARCHITECTURES, FEW, tiny_model, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))
@@ -85,34 +84,30 @@ SAME_DRAFT = {"medusa2": "medusa", "layerskip2": "early-exit"}
 """Families whose draft is that of another one."""
 HOST_DRAFTS = {"suffix", "swift"}
 """Families that draft on the host: engines do not capture them."""
-CASES = [
-    f"{name} {how} {rows} {rule}"
-    for name in NAMES
-    for how in ("greedy", "sampled")
-    for rows in (1, 3)
-    for rule in VERIFICATION_RULES
+KEPT = [
+    ("plain", "greedy", 1, "exact"),
+    ("ngram", "sampled", 3, "exact"),
+    ("causal", "sampled", 3, "block"),
+    ("adaptive", "sampled", 3, "exact"),
+    ("static", "sampled", 3, "exact"),
+    ("dynamic", "greedy", 1, "typical"),
+    ("medusa", "sampled", 1, "exact"),
+    ("eagle3", "sampled", 3, "exact"),
+    ("dflash", "sampled", 3, "block"),
+    ("mtp", "greedy", 3, "exact"),
 ]
-KEPT = ["plain greedy 1 exact", "causal sampled 3 block", "static sampled 3 exact"]
-KEPT += ["dynamic greedy 1 typical", "medusa sampled 1 exact", "eagle3 sampled 3 exact"]
-KEPT += [
-    "adaptive sampled 3 exact",
-    "dflash sampled 3 block",
-    "mtp greedy 3 exact",
-    "ngram sampled 3 exact",
-]
+CASES = dict.fromkeys([*KEPT, *pairwise(NAMES, HOW, (1, 3), VERIFICATION_RULES)])
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, KEPT))
-def test_a_round_stays_on_the_gpu(case: str) -> None:
+@pytest.mark.parametrize(("name", "how", "rows", "rule"), slow_except(CASES, KEPT))
+def test_a_round_stays_on_the_gpu(name: str, how: str, rows: int, rule: str) -> None:
     """Catches, in every family, rule and batch, what a CPU does without complaint and a GPU does not."""
-    name, how, rows, rule = case.split()
     target = tiny_target(tiny_model("llama"), eos=(5,))
     sampling = SAMPLED if how == "sampled" else SamplingParams()
-    shape = run_on_fake_gpu(target, draft_for(name, target), int(rows), sampling, rule)
-    assert shape[0] == int(rows)
-    assert (shape[1] > 5) == (
-        name not in ("plain", "grammar")
-    )  # the results have columns of drafts
+    shape = run_on_fake_gpu(target, draft_for(name, target), rows, sampling, rule)
+    assert shape[0] == rows
+    # The results have columns of drafts
+    assert (shape[1] > 5) == (name not in ("plain", "grammar"))
 
 
 @pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))

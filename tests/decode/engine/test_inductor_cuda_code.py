@@ -12,12 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import EagleDraft
@@ -74,7 +75,7 @@ def make_draft(name: str, target: Target) -> Draft | None:
         return None
     if name == "causal":
         return CausalDraft(llama(2048, DRAFT_LAYERS, 16, 8192))
-    config = layouts.eagle3_config(target.runner.config, VOCAB, DRAFT_VOCAB, (0, 1, 2))
+    config = eagle_layouts.eagle3_config(target.runner.config, VOCAB, DRAFT_VOCAB, (0, 1, 2))
     with GPU, numbers_in(torch.bfloat16):
         ids = torch.arange(DRAFT_VOCAB)
         net = Eagle3Model(llama_config(config), HiddenStateSpec((0, 1, 2)), ids)
@@ -123,7 +124,7 @@ def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
         args = draft, state, K, runner.context
         with torch.inference_mode():
             proposal = propose(*args)
-        first, reader = None, None if draft is None or draft.taps is None else draft
+        first, reader = None, None if draft is None or draft.aux_layers is None else draft
         if draft is not None:
             first = generate(compile_function(propose, "cuda"), args, VOCAB)
         second = generate(
@@ -245,7 +246,7 @@ def test_a_tensor_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wide_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one running sum in fp64 over the whole vocabulary, in place of one over blocks and one inside."""
 
-    def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         running = weights.double().cumsum(-1)
         return samplings._first_beyond(running, uniform * running[..., -1])
 
@@ -260,7 +261,7 @@ def test_a_layer_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaMLP.forward
     numbers = count()
 
-    def numbered(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+    def numbered(self: LlamaMLP, x: Tensor) -> Tensor:
         return forward(self, x) * self.number
 
     monkeypatch.setattr(LlamaMLP, "forward", numbered)

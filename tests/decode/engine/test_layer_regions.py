@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from torch._dynamo.utils import compilation_time_metrics
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
@@ -110,7 +111,7 @@ class ScaledByIndex(torch.nn.Module):
         super().__init__()
         self.inner, self.layer_idx = inner, layer_idx
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * (1 + self.layer_idx / 8)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
@@ -28,7 +29,7 @@ def spoil(model: Any, position: int) -> None:
     rotary = model.model.rotary_emb
     forward = rotary.forward
 
-    def spoiled(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spoiled(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = forward(x, position_ids)
         return cos.masked_fill((position_ids >= position)[..., None], float("nan")), sin
 

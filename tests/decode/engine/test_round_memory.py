@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.drafts.causal import CausalDraft
 from decode.engine.round import StepConfig, round_bytes, run_round
@@ -72,7 +73,7 @@ def test_one_copy_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: probabilities of the whole vocabulary in fp64 are kept beside their sums."""
     draw = samplings.sample_inverse_cdf
 
-    def wasteful(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def wasteful(weights: Tensor, uniform: Tensor) -> Tensor:
         copy = weights.double()
         return draw(copy, uniform)
 

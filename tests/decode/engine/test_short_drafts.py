@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-import torch
+from torch import Tensor
 
 from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft
@@ -162,7 +162,7 @@ def test_the_draft_is_not_run_where_no_row_is_within_its_context(name: str) -> N
     draft = FAMILIES[name](own)
     propose, asked = draft.propose, []
 
-    def watch(history: torch.Tensor, length: torch.Tensor, k: int) -> Any:
+    def watch(history: Tensor, length: Tensor, k: int) -> Any:
         asked.append(int(length.min()))
         return propose(history, length, k)
 

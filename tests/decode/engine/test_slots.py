@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import torch
+from torch import Tensor
 
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
@@ -28,7 +28,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     update = StaticKVLayer.update
 
-    def noting(self: StaticKVLayer, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def noting(self: StaticKVLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(self, *args, **kwargs)
         if not self.slots.is_prefill:
             seen.append(keys.shape[2])

@@ -5,11 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.in_use import USERS
@@ -29,10 +30,11 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from tests.heads import random_draft
 from tests.hybrids import hybrid_target, tiny_hybrid
+from tests.params import rotated, slow_except
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 FIRST, SECOND = tiny_prompts(9, 5)
-NEW = 24
+NEW = 10
 KINDS = ["plain", "ngram", "causal", "eagle3", "mirror", "early-exit"]
 
 
@@ -91,7 +93,7 @@ def begin(
 # ---- in turns ----
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["plain", "eagle3", "mirror"]))
 def test_a_second_generator_is_refused_and_the_first_goes_on(
     model: Any, target: Target, kind: str
 ) -> None:
@@ -107,14 +109,6 @@ def test_a_second_generator_is_refused_and_the_first_goes_on(
         assert "\n" not in str(caught.value)
     assert tokens([*read, *records]) == want
     assert text(target, None, SECOND) == text(tiny_target(model), None, SECOND)
-
-
-def test_reading_two_in_turns_is_refused(model: Any, target: Target) -> None:
-    """Bug (as public reports show it): `zip` over both gave other text, and no error."""
-    one = speculate(target, causal(model), [FIRST], max_new_tokens=NEW)
-    two = speculate(target, None, [SECOND], max_new_tokens=NEW)
-    with pytest.raises(UserError, match="another generator"):
-        list(zip_longest(one, two))
 
 
 def test_two_targets_may_be_read_in_turns(model: Any) -> None:
@@ -198,7 +192,7 @@ def test_decoding_within_a_round(model: Any, target: Target) -> None:
     other = tiny_target(model)
     want = text(other, None, SECOND)
 
-    def choose(weights: torch.Tensor) -> torch.Tensor:
+    def choose(weights: Tensor) -> Tensor:
         assert text(other, None, SECOND) == want
         with pytest.raises(UserError, match="another generator"):
             decode(target, None, [SECOND])
@@ -265,7 +259,7 @@ class FailingDraft(DraftWrapper):
         super().__init__(inner)
         self.left, self.before = at, before
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         self.left -= 1
         if self.left == 0 and self.before:
             raise RuntimeError("planted")
@@ -275,8 +269,10 @@ class FailingDraft(DraftWrapper):
         return proposal
 
 
-@pytest.mark.parametrize("kind", ["ngram", "causal", "eagle3", "mirror", "early-exit"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    slow_except(product(KINDS[1:], [True, False]), rotated(KINDS[1:], [True, False])[1:]),
+)
 def test_a_failed_proposal_leaves_nothing_behind(
     model: Any, target: Target, kind: str, before: bool
 ) -> None:
@@ -284,13 +280,18 @@ def test_a_failed_proposal_leaves_nothing_behind(
     assert draft is not None
     want = list(speculate(target, draft, [FIRST], max_new_tokens=NEW))
     with pytest.raises(RuntimeError, match="planted"):
-        decode(target, FailingDraft(draft, 3, before), [SECOND], max_new_tokens=NEW)
+        decode(target, FailingDraft(draft, 2, before), [SECOND], max_new_tokens=NEW)
     found = list(speculate(target, draft, [FIRST], max_new_tokens=NEW))
     assert [(r.tokens, r.accepted) for r in found] == [(r.tokens, r.accepted) for r in want]
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "eagle3", "mirror"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    slow_except(
+        product(["plain", "causal", "eagle3", "mirror"], [RuntimeError, KeyboardInterrupt]),
+        [("eagle3", RuntimeError), ("mirror", KeyboardInterrupt)],
+    ),
+)
 def test_a_pass_that_fails_in_the_middle(
     model: Any, target: Target, kind: str, error: type[BaseException]
 ) -> None:
@@ -305,7 +306,7 @@ def test_a_pass_that_fails_in_the_middle(
             raise error("planted")
 
     layer = target.runner.model.model.layers[1]
-    for at in (1, 2, 5):
+    for at in (1, 2, 3):
         left = at
         handle = layer.register_forward_pre_hook(fail)
         with pytest.raises(error, match="planted"):
@@ -316,7 +317,10 @@ def test_a_pass_that_fails_in_the_middle(
 
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [("plain", 1), ("plain", 2), ("plain", 3), ("causal", 2), ("causal", 5), ("eagle3", 4)],
+    slow_except(
+        [("plain", 1), ("plain", 2), ("plain", 3), ("causal", 2), ("causal", 5), ("eagle3", 4)],
+        [("plain", 2), ("causal", 5), ("eagle3", 4)],
+    ),
 )
 def test_buffers_that_could_not_grow(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the target's three layers or in the draft's. Bug: memory ran out after some layers were enlarged, and the next
@@ -389,12 +393,12 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("arch", slow_except(["llama", "gemma3_text"], ["llama"]))
 def test_threads_with_a_target_each(arch: str, hasty: None) -> None:
-    """Bug: attention found the slots of the other thread's pass. All requests of a dozen a thread, plain and with
+    """Bug: attention found the slots of the other thread's pass. All requests of six a thread, plain and with
     drafts, give the text and the rounds of runs apart."""
     model = tiny_model(arch)
-    prompts = tiny_prompts(*range(3, 15))
+    prompts = tiny_prompts(*range(3, 9))
     kinds = ["plain", "causal", "mirror"]
 
     def job(kind: str) -> Callable[[], Any]:
@@ -433,7 +437,7 @@ def test_threads_that_race_for_a_target(model: Any, target: Target, hasty: None)
 
     def many() -> list[Any]:
         found: list[Any] = []
-        for _ in range(8):
+        for _ in range(3):
             try:
                 found.append(text(target, None, SECOND))
             except UserError as error:
@@ -454,10 +458,10 @@ def test_plain_passes_in_another_thread(model: Any, target: Target, hasty: None)
     want = teacher(ids).logits.detach(), text(target, None, SECOND)
 
     def passes() -> bool:
-        return all(torch.equal(teacher(ids).logits, want[0]) for _ in range(60))
+        return all(torch.equal(teacher(ids).logits, want[0]) for _ in range(20))
 
     def texts() -> bool:
-        return all(text(target, None, SECOND) == want[1] for _ in range(6))
+        return all(text(target, None, SECOND) == want[1] for _ in range(3))
 
     assert in_threads(passes, texts, passes) == [True, True, True]
 
@@ -539,7 +543,12 @@ def test_the_runner_itself_is_refused_meanwhile(model: Any, target: Target) -> N
 # ---- a draft of another target ----
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "early-exit", "swift", "mirror"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_except(
+        ["eagle3", "medusa", "early-exit", "swift", "mirror"], ["eagle3", "swift", "mirror"]
+    ),
+)
 def test_what_reads_a_target_drafts_for_no_other(model: Any, target: Target, kind: str) -> None:
     """Bug: the exit's layers, the head's embedding or the hooks were the other target's."""
     heads = ("eagle3", "medusa")

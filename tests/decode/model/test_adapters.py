@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from decode.common import damage
@@ -60,7 +61,7 @@ def lora(**changes: Any) -> LoraConfig:
 
 def write_adapter(
     folder: Path, base: Path, config: Any, rows: int = VOCAB, seed: int = 1, named: str = ""
-) -> torch.Tensor:
+) -> Tensor:
     """Saves an adapter of `base` with random weights as training leaves it; the logits of base and adapter unmerged.
 
     `named` stands for the base in its config.
@@ -79,13 +80,13 @@ def write_adapter(
     return logits(wrapped.eval())
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
+        found: Tensor = model(IDS).logits
     return found
 
 
-def loaded_logits(folder: Path) -> torch.Tensor:
+def loaded_logits(folder: Path) -> Tensor:
     return logits(load_model(str(folder), "target", "cpu", "float32"))
 
 

@@ -12,6 +12,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import decode
 from decode.model import attention, runner
 from decode.model.compatibility import check_supported
@@ -40,10 +41,12 @@ from tests.tiny import (
 LAYERS = 3
 
 
-def some_drafts(model: Any, target: Target) -> list[Draft]:
-    """A chain, a tree by confidence, and a fixed tree drafted in the target's own K/V."""
+def some_drafts(model: Any, target: Target) -> list[Draft | None]:
+    """None, a lookup, a chain, a tree by confidence, and a fixed tree drafted in the target's own K/V."""
     moved = ModelRunner(noisy(model, 0.01))
     return [
+        None,
+        NgramDraft(),
         CausalDraft(moved),
         CausalDraft(moved, shape=DynamicTree(width=3, nodes=9)),
         EarlyExitDraft(target, 2, BUSHY),
@@ -62,8 +65,8 @@ def test_greedy_text_equals_generate(arch: str) -> None:
     target, accepted = tiny_target(model), set()
     for draft in some_drafts(model, target):
         outputs = decode(target, draft, PROMPTS, k=3, max_new_tokens=20)
-        assert texts(outputs) == want, draft.name
-        if draft.name == "causal":
+        assert texts(outputs) == want, draft
+        if isinstance(draft, CausalDraft):
             accepted |= {accepted for output in outputs for _, accepted in output.rounds}
     assert min(accepted) < max(accepted) == 3
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import attention
@@ -20,7 +21,7 @@ def test_products_give_what_the_fused_kernel_gives(
     mask = torch.rand(4, 1, 6, 40) < 0.3
     mask[..., 0] = True
 
-    def attend(dtype: torch.dtype) -> torch.Tensor:
+    def attend(dtype: torch.dtype) -> Tensor:
         tensors = (x.to(dtype) for x in (query, key, value))
         return attention._masked_attention(*tensors, mask, 0.4, None, None).double()
 
@@ -67,7 +68,7 @@ def test_products_read_keys_of_a_part_of_the_slots_from_a_copy(
         query, key.contiguous(), value.contiguous(), mask, None, None, None
     )
     if planted:
-        monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
+        monkeypatch.setattr(Tensor, "contiguous", lambda x: x)
     with KeysOfProducts() as seen:
         found = attention._masked_attention(query, key, value, mask, None, None, None)
     assert torch.equal(found, wanted)

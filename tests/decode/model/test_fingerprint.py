@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from decode.common.typed_json import from_json, to_json
@@ -29,10 +30,9 @@ from tests.tiny import ARCHITECTURES, rope, tiny_model, tiny_target
 from tests.vision import VARIANTS, vision_model
 
 BUNDLED = Path(__file__).resolve().parents[3] / "assets" / "target"
-IDS = torch.arange(1, 60)[
-    None
-]  # longer than the window of 8 and than the first context of RoPE scalings
-Tensors = dict[str, torch.Tensor]
+# Longer than the window of 8 and than the first context of RoPE scalings
+IDS = torch.arange(1, 60)[None]
+Tensors = dict[str, Tensor]
 Change = Callable[[Path], None]
 
 
@@ -47,7 +47,7 @@ def saved(folder: Path, arch: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def logits(folder: Path, attention: str = "sdpa") -> torch.Tensor:
+def logits(folder: Path, attention: str = "sdpa") -> Tensor:
     """By transformers' own code, in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
@@ -127,14 +127,14 @@ SAME: dict[str, Change] = {
 }  # fmt: skip
 
 
-def add(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def add(name: str, how: Callable[[Tensor], Tensor]) -> Change:
     def change(found: Tensors) -> None:
         found[name] = how(found[name].clone())
 
     return tensors(change)
 
 
-def nudged(value: torch.Tensor) -> torch.Tensor:
+def nudged(value: Tensor) -> Tensor:
     """The last element moved by the smallest step of its dtype."""
     flat = value.reshape(-1)
     flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0, dtype=flat.dtype))
@@ -339,7 +339,7 @@ def test_a_large_file_is_read_once_for_each_state_of_it(
     read: list[str] = []
     original = fingerprint.tensor_digest
 
-    def counted(tensor: torch.Tensor) -> str:
+    def counted(tensor: Tensor) -> str:
         read.append("tensor")
         return original(tensor)
 

@@ -48,7 +48,7 @@ def patched(dtype: torch.dtype = torch.float32) -> tuple[Projections, Projection
 def fused_of(module: nn.Module) -> list[bool]:
     layers = [module.get_submodule(name) for name in NAMES]
     assert all(isinstance(layer, PackedLinear) for layer in layers)
-    return [layer.fused is not None and layer.fused.is_whole for layer in layers]  # type: ignore[union-attr]
+    return [layer.fused is not None and layer.fused.is_shared for layer in layers]  # type: ignore[union-attr]
 
 
 def same(got: list[Tensor], want: list[Tensor], dtype: torch.dtype = torch.float32) -> bool:

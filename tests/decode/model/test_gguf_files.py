@@ -55,9 +55,8 @@ def test_weights_are_those_of_the_quantisation_rounded_once(
     tmp_path: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches numbers of another dtype's folder, chunks in the wrong place, and rows of heads that are cut apart."""
-    monkeypatch.setattr(
-        gguf_reader, "CHUNK", 64 * 24
-    )  # chunks of 24 rows, or of 16 where heads count
+    # Chunks of 24 rows, or of 16 where heads count
+    monkeypatch.setattr(gguf_reader, "CHUNK", 64 * 24)
     path = write_gguf(tmp_path / "tiny.gguf", kind=kind)
     number_type, quantised = getattr(torch, dtype), gguf.GGMLQuantizationType[kind]
     for other in ("float32", dtype):  # the second one beside the first one's folder
@@ -83,9 +82,8 @@ def test_the_folder_is_made_once_and_says_where_it_comes_from(tmp_path: Path, ca
     assert not list(Path(folder).glob("*.safetensors"))  # asked for config and tokenizer alone
     whole = Path(gguf_folder(str(file), dtype=torch.bfloat16) or "")
     made = (whole / "model.safetensors").stat().st_mtime_ns
-    assert gguf_folder(str(tmp_path), dtype=torch.bfloat16) == str(
-        whole
-    )  # its folder means the same
+    # Its folder means the same
+    assert gguf_folder(str(tmp_path), dtype=torch.bfloat16) == str(whole)
     assert (whole / "model.safetensors").stat().st_mtime_ns == made
     assert {p.name for p in whole.parent.iterdir()} == {Path(folder).name, whole.name}
     assert gguf_folder(str(file), dtype=torch.float32) != str(whole)

@@ -15,6 +15,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from packaging.version import Version
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.engine.engine import decode
@@ -85,7 +86,7 @@ def skip_unbuilt_vocabulary(arch: str) -> None:
         )
 
 
-def rotation(case: Case) -> tuple[torch.Tensor, float]:
+def rotation(case: Case) -> tuple[Tensor, float]:
     """(the frequencies of a head [HEAD_DIM / 2], what cosines and sines are multiplied by) that the file means."""
     plain = [THETA ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2)]
     keys = {key.removeprefix("rope.scaling."): value for key, value in case.keys.items()}
@@ -116,20 +117,20 @@ def rotation(case: Case) -> tuple[torch.Tensor, float]:
     return torch.tensor(mixed), keys.get("yarn_attn_factor", times) * keys.get("attn_factor", 1.0)
 
 
-def written_out(case: Case, ids: list[int]) -> torch.Tensor:
+def written_out(case: Case, ids: list[int]) -> Tensor:
     """Logits [T, V] of a Llama by its published arithmetic, with the weights that the file was written from."""
     weights = {name: value.double() for name, value in case_model(case).state_dict().items()}
     frequencies, scale = rotation(case)
     angles = torch.arange(len(ids))[:, None].double() * frequencies.double()
     cos, sin = angles.cos() * scale, angles.sin() * scale
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
 
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(1))
 
-    def heads(x: torch.Tensor, rotated: bool = True) -> torch.Tensor:
+    def heads(x: Tensor, rotated: bool = True) -> Tensor:
         x = x.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1)  # [heads, T, HEAD_DIM]
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -150,7 +151,7 @@ def written_out(case: Case, ids: list[int]) -> torch.Tensor:
     return norm(x, "model.norm") @ weights["lm_head.weight"].T
 
 
-def logits(model: Any, ids: list[int]) -> torch.Tensor:
+def logits(model: Any, ids: list[int]) -> Tensor:
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.early_exit import EarlyExitDraft
@@ -62,7 +63,7 @@ def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyP
     close(LMHead(runner.model)(stepped[..., -width:]), logits)
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
+def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal
@@ -20,7 +21,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_engine import hf_text
-from tests.decode.verification.test_exact_distribution import Branches, tv
+from tests.decode.verification.test_exact_distribution import distances, engine_law
 from tests.heads import random_draft
 from tests.hybrids import (
     HYBRIDS,
@@ -36,9 +37,8 @@ from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
 FAST = ["qwen3_next", "lfm2", "mamba2"]
 """A delta rule with experts, convolutions alone, no attention."""
-PROMPTS = tiny_prompts(
-    13, 4, 9, 1
-)  # ragged; the first is longer than the window of 8, the last than no convolution
+# Ragged; the first is longer than the window of 8, the last than no convolution
+PROMPTS = tiny_prompts(13, 4, 9, 1)
 TOKENS = 20
 TOLERANCE = 1e-4
 
@@ -53,7 +53,7 @@ class Guess(Draft):
 
     name = "guess"
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return Proposal((length[:, None] + torch.arange(k)) % 3, None)
 
 
@@ -129,7 +129,7 @@ def test_hidden_states_are_those_of_one_pass() -> None:
     model = tiny_hybrid("qwen3_5_text", dtype=torch.float64)
     target = hybrid_target(model)
     draft = random_draft("eagle3", target)
-    taps = draft.taps
+    taps = draft.aux_layers
     assert taps is not None
     target.runner.capture_hidden_states(taps)
     target.runner.allocate(2, 32)
@@ -197,49 +197,39 @@ SAMPLING, LENGTH = (
     3,
 )  # a first token and two rounds: what the first leaves is read by the second
 SHORT = [[0, 2, 1], [1]]
-LAWS: dict[str, tuple[Callable[[], Draft], dict[str, Any], int]] = {
-    "certain": (Guess, {"k": 2}, 2**2 * 3),  # two verdicts and the bonus
-    "sampled": (lambda: random_causal(3), {"k": 1}, 3 * 2 * 3),  # a draft, its verdict, the bonus
-    "block": (lambda: random_causal(3), {"k": 1, "rule": "block"}, 3 * 2 * 3),
-    "recurrent": (recurrent_draft, {"k": 1}, 3 * 2 * 3),
+LAWS: dict[str, tuple[Callable[[], Draft], int, str, int]] = {
+    "certain": (Guess, 2, "exact", 2**2 * 3),  # two verdicts and the bonus
+    "sampled": (lambda: random_causal(3), 1, "exact", 3 * 2 * 3),  # a draft, its verdict, the bonus
+    "block": (lambda: random_causal(3), 1, "block", 3 * 2 * 3),
+    "recurrent": (recurrent_draft, 1, "exact", 3 * 2 * 3),
 }
 
 
-def distances(arch: str, name: str, plant: Any = None) -> list[float]:
-    """TV of the emitted text from the target's own law, for each prompt, all choices enumerated; `plant` is called when
-    the target was loaded."""
-    make, keywords, branches = LAWS[name]
+def law_distance(arch: str, name: str, plant: Any = None) -> float:
+    """Largest TV of the emitted text from the target's own law, all choices enumerated; `plant` is called when the
+    target was loaded."""
+    make, k, rule, branches = LAWS[name]
     model = tiny_hybrid(arch, vocab_size=3)
     target = hybrid_target(model)
     if plant is not None:
         plant()
     paths = 3 * branches ** (LENGTH - 1)
-    choose = Branches(len(SHORT), paths)
-    prompts = [prompt for prompt in SHORT for _ in range(paths)]
-    outputs = decode(
-        target, make(), prompts, sampling=SAMPLING, max_new_tokens=LENGTH, choose=choose, **keywords
+    law = engine_law(target, make(), k, LENGTH, SAMPLING, paths, rule, SHORT)
+    return float(
+        distances(law, lambda x: plain_law(model, x, LENGTH, SAMPLING), SHORT).nan_to_num(1).max()
     )
-    assert choose.walked == paths
-    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(LENGTH - 1, -1, -1)
-    found = []
-    for i, prompt in enumerate(SHORT):
-        own = slice(i * paths, (i + 1) * paths)
-        law = torch.zeros(3**LENGTH, dtype=torch.float64)
-        law.scatter_add_(0, text[own], choose.weight[own])
-        found.append(tv(law, plain_law(model, prompt, LENGTH, SAMPLING)))
-    return found
 
 
 @pytest.mark.parametrize("arch", slow_except(HYBRIDS, FAST))
 def test_sampled_text_follows_the_law(arch: str) -> None:
     """Catches p computed from another text than the committed one. Exact: no false alarm. The models compute in fp32,
     whose rounding is all that the distance may hold."""
-    assert max(distances(arch, "certain")) < TOLERANCE
+    assert law_distance(arch, "certain") < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["sampled", "block", "recurrent"])
 def test_sampled_drafts_follow_the_law(name: str) -> None:
-    assert max(distances("lfm2", name)) < TOLERANCE
+    assert law_distance("lfm2", name) < TOLERANCE
 
 
 # ---- planted bugs: the tests above are blind if they pass one of these ----
@@ -288,7 +278,7 @@ def test_planted_bugs_change_the_text(
 @pytest.mark.parametrize("plant", [*PLANTS][:3])
 def test_planted_bugs_move_the_law(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = PLANTS[plant]
-    assert max(distances("lfm2", "certain", lambda: monkeypatch.setattr(*setting))) > 1e-3
+    assert law_distance("lfm2", "certain", lambda: monkeypatch.setattr(*setting)) > 1e-3
 
 
 # ---- refusals ----

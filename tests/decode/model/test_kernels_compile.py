@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from tests.params import slow_except
@@ -88,7 +89,7 @@ def build(launch: Launch, capability: int) -> Any:
         value = launch.arguments[name]
         if name in constants:
             signature[name], values[at,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             signature[name], attributes[at,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"

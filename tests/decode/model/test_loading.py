@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
@@ -66,7 +67,7 @@ def rope(**values: Any) -> Damage:
     return config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, **values})
 
 
-def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+def tensors(edit: Callable[[dict[str, Tensor]], Any]) -> Damage:
     def damage(folder: Path) -> None:
         content = load_file(folder / WEIGHTS)
         edit(content)

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 from decode.model import linear
 from decode.model.linear import PackedLinear, begin_request, patch_linear_layers
@@ -56,28 +57,28 @@ def test_bf16_is_not_packed_where_the_cpu_has_no_products_of_it(
     assert layer.packed is None
 
 
-def _write(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _write(layer: torch.nn.Linear, new: Tensor) -> None:
     with torch.no_grad():
         layer.weight.copy_(new)
 
 
-def _write_data(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _write_data(layer: torch.nn.Linear, new: Tensor) -> None:
     layer.weight.data.copy_(new)
 
 
-def _replace_data(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _replace_data(layer: torch.nn.Linear, new: Tensor) -> None:
     layer.weight.data = new
 
 
-def _replace_parameter(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _replace_parameter(layer: torch.nn.Linear, new: Tensor) -> None:
     layer.weight = torch.nn.Parameter(new)
 
 
-def _load(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _load(layer: torch.nn.Linear, new: Tensor) -> None:
     layer.load_state_dict({"weight": new})
 
 
-def _train(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+def _train(layer: torch.nn.Linear, new: Tensor) -> None:
     layer.weight.grad = layer.weight.detach() - new
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
 

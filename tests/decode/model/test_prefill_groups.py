@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.runner import FORWARD_TOKENS, ModelRunner, prefill_groups
@@ -52,7 +53,7 @@ def test_groups_give_what_one_group_gives(every_row: bool, monkeypatch: pytest.M
     runner.capture_hidden_states(HiddenStateSpec((0, 2), False))
     assert len(prefill_groups(length.tolist())) == 3
 
-    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def run() -> tuple[Tensor, list[Tensor]]:
         runner.shape = 0, 0  # new buffers
         runner.allocate(5 if every_row else 6, 160)
         logits = runner.prefill(tokens, length, row)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
@@ -21,7 +21,7 @@ from decode.model.runner import ModelRunner
 from decode.model.seq2seq import EncodedPrompts, RaggedPositionBias, Seq2SeqRunner, answer_logits
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, tree_from_paths
-from tests.decode.verification.test_exact_distribution import Branches, tv
+from tests.decode.verification.test_exact_distribution import distances, engine_law
 from tests.params import slow_except
 from tests.seq2seq import VARIANTS, build, generated, own_law, t5_target, tiny_t5
 from tests.tiny import noisy, tiny_model, tiny_prompts
@@ -104,54 +104,41 @@ def test_half_precision_decodes() -> None:
 
 SAMPLING, LENGTH = SamplingParams(0.7), 2
 SHORT = [[0, 2, 1], [1]]
-LAWS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "chain": (lambda t: near(t, 0.2), {}, 3**2 * 2**2 * 3),
-    "block": (lambda t: near(t, 0.2), {"rule": "block"}, 3**2 * 2**2 * 3),
-    "tree": (lambda t: near(t, 0.2, shape=FORKED), {}, 3**4),
-    "early exit": (lambda t: EarlyExitDraft(t, 1), {}, 3**2 * 2**2 * 3),
+LAWS: dict[str, tuple[Any, str, int]] = {
+    "chain": (lambda t: near(t, 0.2), "exact", 3**2 * 2**2 * 3),
+    "block": (lambda t: near(t, 0.2), "block", 3**2 * 2**2 * 3),
+    "tree": (lambda t: near(t, 0.2, shape=FORKED), "exact", 3**4),
+    "early exit": (lambda t: EarlyExitDraft(t, 1), "exact", 3**2 * 2**2 * 3),
 }  # fmt: skip
 
 
-def distances(name: str) -> list[float]:
-    """TV of the emitted text from the target's own law, for each prompt, all choices enumerated."""
-    make, keywords, branches = LAWS[name]
+def law_distance(name: str) -> float:
+    """Largest TV of the emitted text from the target's own law, all choices enumerated."""
+    make, rule, branches = LAWS[name]
     model = tiny_t5(
         std=0.5, vocab_size=3, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_decoder_layers=2,
         dtype=torch.float64,
     )  # fmt: skip
     target = t5_target(model)
     paths = 3 * branches ** (LENGTH - 1)
-    choose = Branches(len(SHORT), paths)
-    prompts = [prompt for prompt in SHORT for _ in range(paths)]
-    draft: Draft = make(target)
-    outputs = decode(
-        target, draft, prompts, k=2, sampling=SAMPLING, max_new_tokens=LENGTH, choose=choose, **keywords
-    )  # fmt: skip
-    assert choose.walked == paths
-    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(LENGTH - 1, -1, -1)
-    found = []
-    for i, prompt in enumerate(SHORT):
-        own = slice(i * paths, (i + 1) * paths)
-        law = torch.zeros(3**LENGTH, dtype=torch.float64)
-        law.scatter_add_(0, text[own], choose.weight[own])
-        found.append(tv(law, own_law(model, prompt, LENGTH, SAMPLING)))
-    return found
+    law = engine_law(target, make(target), 2, LENGTH, SAMPLING, paths, rule, SHORT)
+    return float(distances(law, lambda x: own_law(model, x, LENGTH, SAMPLING), SHORT).max())
 
 
 @pytest.mark.parametrize("name", slow_except(LAWS, ["chain", "tree", "early exit"]))
 def test_sampled_text_follows_the_law(name: str) -> None:
-    assert max(distances(name)) < 1e-7  # T5's norms compute in fp32
+    assert law_distance(name) < 1e-7  # T5's norms compute in fp32
 
 
 def test_a_visible_padding_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above are blind if they pass cross-attention to slots behind a prompt."""
 
-    def open_mask(self: EncodedPrompts, dtype: torch.dtype) -> torch.Tensor:
+    def open_mask(self: EncodedPrompts, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(self.length), 1, 1, self.cache.slots.size, dtype=dtype)
 
     monkeypatch.setattr(Seq2SeqRunner, "try_model", lambda self: None)
     monkeypatch.setattr(EncodedPrompts, "mask", open_mask)
-    assert max(distances("chain")) > 1e-3
+    assert law_distance("chain") > 1e-3
 
 
 def test_positions_of_the_whole_row_move_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +151,7 @@ def test_positions_of_the_whole_row_move_the_law(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Seq2SeqRunner, "try_model", lambda self: None)
     monkeypatch.setattr(RaggedPositionBias, "compute_tables", flat)
-    assert max(distances("chain")) > 1e-3
+    assert law_distance("chain") > 1e-3
 
 
 # ---- what is refused ----

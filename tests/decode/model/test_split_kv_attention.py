@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.engine.compiled import filter_guards
 from decode.model import attention
@@ -102,7 +103,7 @@ def test_compiled_code_notices_the_switch(monkeypatch: pytest.MonkeyPatch) -> No
     """Catches the guard of `split_kv` dropped by the guard filter, which knows it by its name: compiled code
     would go on with the kernel that was chosen when it was compiled."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x + 1 if attention.SETTINGS.split_kv else x - 1
 
     options = {"guard_filter_fn": filter_guards}

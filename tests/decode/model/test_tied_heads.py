@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from decode.checkpoints.draft_vocab import resize_vocabulary
@@ -27,9 +28,9 @@ VOCAB = 268
 IDS = torch.arange(12, 52).view(2, 20)
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
+        found: Tensor = model(IDS).logits
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
@@ -48,7 +49,7 @@ class Branches:
             1  # product of the choices met so far: `paths` in the end, if each was walked once
         )
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: Tensor) -> Tensor:
         options, picked = weights.shape[-1], []
         for place in weights.reshape(len(weights), -1, options).unbind(1):
             branch = self.digits % options
@@ -61,7 +62,7 @@ class Branches:
         return rows.reshape(weights.shape[:-1])
 
 
-def tv(a: torch.Tensor, b: torch.Tensor) -> float:
+def tv(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().sum() / 2)
 
 
@@ -73,7 +74,7 @@ def contexts(vocab: int, length: int) -> int:
     return sum(vocab**n for n in range(length + 1))
 
 
-def child(context: torch.Tensor, token: torch.Tensor, vocab: int) -> torch.Tensor:
+def child(context: Tensor, token: Tensor, vocab: int) -> Tensor:
     return context * vocab + 1 + token
 
 
@@ -89,10 +90,10 @@ class Case:
         "sampled"  # or "point"; with " padded", some contexts have room for fewer than k drafts
     )
     seed: int = 0
-    p: torch.Tensor = field(init=False)  # logits [contexts, V]
-    q: torch.Tensor = field(init=False)
-    guess: torch.Tensor = field(init=False)  # the token that a point-mass draft proposes
-    room: torch.Tensor = field(init=False)
+    p: Tensor = field(init=False)  # logits [contexts, V]
+    q: Tensor = field(init=False)
+    guess: Tensor = field(init=False)  # the token that a point-mass draft proposes
+    room: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -106,16 +107,14 @@ class Case:
         object.__setattr__(self, "room", torch.as_tensor(room).expand(count))
 
 
-Change = Callable[
-    [torch.Tensor, torch.Tensor], torch.Tensor
-]  # (probabilities, logits) -> what the rule gets
+Change = Callable[[Tensor, Tensor], Tensor]  # (probabilities, logits) -> what the rule gets
 
 
-def keep(probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def keep(probs: Tensor, logits: Tensor) -> Tensor:
     return probs
 
 
-def emitted_law(case: Case, p_seen: Change = keep, q_seen: Change = keep) -> torch.Tensor:
+def emitted_law(case: Case, p_seen: Change = keep, q_seen: Change = keep) -> Tensor:
     """Probabilities [V ** length] of the text that rounds of `verify_chain` emit, context by context."""
     vocab, k, sampled = case.vocab, case.k, case.kind.startswith("sampled")
     starts = contexts(vocab, case.length - 1)
@@ -148,7 +147,7 @@ def emitted_law(case: Case, p_seen: Change = keep, q_seen: Change = keep) -> tor
     return mass[starts:]
 
 
-def target_law(case: Case) -> torch.Tensor:
+def target_law(case: Case) -> Tensor:
     """The same for the target alone: the product of its own warped conditionals."""
     starts = contexts(case.vocab, case.length - 1)
     mass = torch.zeros(contexts(case.vocab, case.length), dtype=torch.float64)
@@ -216,33 +215,33 @@ def given(**changes: Change) -> Plant:
     return lambda monkeypatch: changes
 
 
-def last(p: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def last(p: Tensor, other: Tensor) -> Tensor:
     """p with another bonus column."""
     return torch.cat([p[:, :-1], other], 1)
 
 
-def accept_by_p(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def accept_by_p(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     stay = p[:, :-1].gather(-1, tokens[..., None])[..., 0]
     return torch.stack([stay, 1 - stay], -1)
 
 
-def accept_swapped(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def accept_swapped(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return accept_weights(tokens, q, p[:, :-1])
 
 
-def accept_twice(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def accept_twice(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return accept_weights(tokens, p, q / 2)  # min(1, 2p / q)
 
 
-def accept_unrolled(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def accept_unrolled(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return accept_weights(tokens, p, q.roll(-1, 1))
 
 
-def residual_swapped(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def residual_swapped(p: Tensor, q: Tensor) -> Tensor:
     return residual(q, p) if q.any() else p
 
 
-def one_more(accept: torch.Tensor) -> torch.Tensor:
+def one_more(accept: Tensor) -> Tensor:
     return (count_accepted(accept) + 1).clamp_max(accept.shape[1])
 
 
@@ -320,7 +319,7 @@ def test_worked_example_accepts_two() -> None:
 
     asked = []
 
-    def choose(weights: torch.Tensor) -> torch.Tensor:
+    def choose(weights: Tensor) -> Tensor:
         asked.append(weights)
         return sample_inverse_cdf(weights, uniform) if weights.ndim == 3 else weights.argmax(-1)
 
@@ -375,7 +374,7 @@ def partner(model: torch.nn.Module) -> CausalDraft:
 @torch.no_grad()
 def own_law(
     model: torch.nn.Module, prompt: list[int], length: int, sampling: SamplingParams
-) -> torch.Tensor:
+) -> Tensor:
     """[V ** length] from plain forward passes of a plain HF model over every prefix."""
     plain, mass, texts = reference(model), torch.ones(1, dtype=torch.float64), [prompt]
     for _ in range(length):
@@ -393,30 +392,43 @@ def engine_law(
     sampling: SamplingParams,
     paths: int,
     rule: str = "exact",
-) -> torch.Tensor:
+    prompts: list[list[int]] = PROMPTS,
+    choose: Branches | None = None,
+) -> Tensor:
     """[prompt, V ** length]: what `speculate` emits, all of its choices walked at once."""
-    choose = Branches(len(PROMPTS), paths)
-    prompts = [prompt for prompt in PROMPTS for _ in range(paths)]
+    choose = choose or Branches(len(prompts), paths)
+    repeated = [prompt for prompt in prompts for _ in range(paths)]
     outputs = decode(
-        target, draft, prompts, k=k, sampling=sampling, max_new_tokens=length, choose=choose, rule=rule
+        target, draft, repeated, k=k, sampling=sampling, max_new_tokens=length, choose=choose, rule=rule
     )  # fmt: skip
     assert choose.walked == paths
     vocab = target.runner.vocab_size
     base = vocab ** torch.arange(length - 1, -1, -1)
-    ids = torch.tensor([output.output_ids for output in outputs]).clamp_min(0)  # no token: weight 0
-    text = (ids * base).sum(1)
-    law = torch.zeros(len(PROMPTS), vocab**length, dtype=torch.float64)
-    row = torch.arange(len(prompts)) // paths
-    law.view(-1).scatter_add_(0, row * vocab**length + text, choose.weight)
+    ids = torch.tensor([output.output_ids for output in outputs])
+    # A branch that accepts a token where none was drafted is impossible, or else its mass is missed.
+    weight = choose.weight.masked_fill((ids < 0).any(1), 0)
+    law = torch.zeros(len(prompts), vocab**length, dtype=torch.float64)
+    row = torch.arange(len(repeated)) // paths
+    law.view(-1).scatter_add_(0, row * vocab**length + (ids.clamp_min(0) * base).sum(1), weight)
     return law
 
 
+def distances(
+    law: Tensor, wanted: Callable[[list[int]], Tensor], prompts: list[list[int]]
+) -> Tensor:
+    """[prompt] TV of an `engine_law` from what is wanted for each prompt."""
+    return (law - torch.stack([wanted(prompt) for prompt in prompts])).abs().sum(1) / 2
+
+
 def distance_from_own_law(
-    law: torch.Tensor, model: torch.nn.Module, length: int, sampling: SamplingParams
+    law: Tensor,
+    model: torch.nn.Module,
+    length: int,
+    sampling: SamplingParams,
+    prompts: list[list[int]] = PROMPTS,
 ) -> float:
     """Largest TV, over the prompts, of an `engine_law` from the model's own law."""
-    own = torch.stack([own_law(model, prompt, length, sampling) for prompt in PROMPTS])
-    return float((law - own).abs().sum(1).max() / 2)
+    return float(distances(law, lambda x: own_law(model, x, length, sampling), prompts).max())
 
 
 ROUND_1, ROUND_2 = (
@@ -460,30 +472,25 @@ def test_engine_emits_the_targets_law_at_the_context_limit(
     assert distance_from_own_law(law, model, length, SamplingParams(0.7)) < 1e-7
 
 
-def bonus_unwarped(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def bonus_unwarped(logits: Tensor, sampling: SamplingParams) -> Tensor:
     probs = warp(logits, sampling)
     return probs if logits.ndim == 2 else last(probs, torch.softmax(logits[:, -1:], -1))
 
 
-def mask_one_ahead(self: SlotMapping, window: int | None, groups: int) -> torch.Tensor:
+def mask_one_ahead(self: SlotMapping, window: int | None, groups: int) -> Tensor:
     allow = self.write_slots[:, :, None] - self.slot >= -1
     return allow[:, None].repeat(1, 1, groups, 1)
 
 
-def propose_wrong_law(
-    self: CausalDraft, history: torch.Tensor, length: torch.Tensor, k: int
-) -> Proposal:
+def propose_wrong_law(self: CausalDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
     proposal = PROPOSE(self, history, length, k)
     assert proposal.q is not None
     return Proposal(proposal.tokens, proposal.q.flip(-1))
 
 
 def commit_without_rollback(
-    state: engine.BatchState,
-    proposal: Proposal,
-    verdict: rules.VerificationResult,
-    *rest: torch.Tensor,
-) -> torch.Tensor:
+    state: engine.BatchState, proposal: Proposal, verdict: rules.VerificationResult, *rest: Tensor
+) -> Tensor:
     length = state.length + proposal.tokens.shape[1] + 1
     report = COMMIT(state, proposal, verdict, *rest)
     state.length.copy_(length)
@@ -521,7 +528,7 @@ def test_planted_bugs_move_the_engines_law(
 # ---- level 2: chi-square through the real random numbers, in fp32 ----
 
 
-def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
+def chi_square_p(counts: Tensor, law: Tensor) -> float:
     """The probability of a larger deviation; cells with expectation below 5 are pooled."""
     expected = law.double() * counts.sum()
     rare = expected < 5
@@ -535,7 +542,7 @@ def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
 class EmissionReusesAcceptance(CounterRNG):
     """The planted bug: the correction is drawn with the first acceptance's random number."""
 
-    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, weights: Tensor) -> Tensor:
         index = super().__call__(weights)
         self.draws -= int(weights.ndim == 3)
         return index
@@ -544,7 +551,7 @@ class EmissionReusesAcceptance(CounterRNG):
 class NeverAdvances(CounterRNG):
     """The planted bug: every draw of a row uses the same random number."""
 
-    def uniform(self, shape: torch.Size) -> torch.Tensor:
+    def uniform(self, shape: torch.Size) -> Tensor:
         self.draws.zero_()
         return super().uniform(shape)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from decode.engine.engine import row_seeds
 from decode.verification import sampling
@@ -130,7 +131,7 @@ def test_pick_reaches_rare_tokens() -> None:
     assert torch.equal(sample_inverse_cdf(weights, uniform), torch.arange(0, size, 9973))
 
 
-def one_running_sum(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def one_running_sum(weights: Tensor, uniform: Tensor) -> Tensor:
     """What `sample_inverse_cdf` returns, by one fp64 running sum over all weights."""
     total = weights.double().cumsum(-1)
     return (total <= (uniform * total[..., -1])[..., None]).sum(-1)
@@ -198,7 +199,7 @@ def test_top_p_in_compiled_code_is_that_of_eager_code(top_p: float) -> None:
     logits, params = torch.randn(3, 2, 5_000), SamplingParams(0.7, 0, top_p)
     calls: list[str] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         calls.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
@@ -250,7 +251,7 @@ def test_row_seeds_differ_between_seeds_and_rows() -> None:
     assert row_seeds(4, 2) == row_seeds(4, 3)[:2]
 
 
-def p_value(cells: torch.Tensor, count: int) -> float:
+def p_value(cells: Tensor, count: int) -> float:
     """Chi-square tail of cell numbers [n] that should be uniform over `count` cells."""
     seen, expected = torch.bincount(cells, minlength=count).double(), len(cells) / count
     statistic = ((seen - expected) ** 2 / expected).sum()

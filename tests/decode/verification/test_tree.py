@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.common.errors import UserError
@@ -203,7 +204,7 @@ def test_rerank_stays_connected_under_ties(keep: int, dtype: torch.dtype) -> Non
 VOCAB = 5
 
 
-def random_forest(rng: random.Random, rows: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_forest(rng: random.Random, rows: int, nodes: int) -> tuple[Tensor, Tensor]:
     """(tokens, parents) [B, N]; siblings differ, and one place in eight is empty."""
     all_tokens, all_parents = [], []
     for _ in range(rows):
@@ -249,7 +250,7 @@ def test_walk_equals_the_slow_walk(limit: int) -> None:
     assert set(verdict.accepted.tolist()) >= {0, 1, min(limit, 3)}
 
 
-def laws(*shape: int, sharp: float = 2.0) -> torch.Tensor:
+def laws(*shape: int, sharp: float = 2.0) -> Tensor:
     return torch.softmax(sharp * torch.randn(*shape, dtype=torch.float64), -1)
 
 
@@ -299,9 +300,8 @@ def test_typical_by_hand() -> None:
     assert only.path is not None
     assert (only.accepted.tolist(), only.path.tolist()) == ([1], [[0, 1, 1]])
     assert only.bonus.tolist() == [0]
-    strict = verify_typical(
-        tokens, parents, 2, p, lambda w: w.argmax(-1), epsilon=0.5, delta=1.1
-    )  # flat: min(0.5, 1.1 / 10) is above 0.1, so nothing passes
+    # Flat: min(0.5, 1.1 / 10) is above 0.1, so nothing passes
+    strict = verify_typical(tokens, parents, 2, p, lambda w: w.argmax(-1), epsilon=0.5, delta=1.1)
     assert strict.accepted.tolist() == [0]
 
 
@@ -439,7 +439,7 @@ def test_shapes_are_known_without_values(function: Callable[[dict[str, Any]], An
         lambda x: torch.equal(x, x + 1),
     ],
 )
-def test_reads_are_seen(read: Callable[[torch.Tensor], object]) -> None:
+def test_reads_are_seen(read: Callable[[Tensor], object]) -> None:
     """The two tests above are blind if one of these passes both. (On a CPU, tolist reads without asking.)"""
     with Reads() as reads:
         read(torch.ones(3))

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.verification import rules
 from decode.verification.rules import (
@@ -43,8 +44,8 @@ EXACT, MOVED = 1e-12, 1e-3
 class Tables:
     """Laws [groups, contexts, V] after every context, of independent targets p and drafts q."""
 
-    p: torch.Tensor
-    q: torch.Tensor
+    p: Tensor
+    q: Tensor
 
     @property
     def groups(self) -> int:
@@ -95,7 +96,7 @@ def typical(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-de
     return verify_typical(tokens, parents, limit, p, choose)
 
 
-Propose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sampler], torch.Tensor]
+Propose = Callable[[Tensor, Tensor, Tensor, int, Sampler], Tensor]
 """(q after the parent [B, V], earlier siblings [B, n], group [B], vocab, choose) -> token [B]"""
 
 
@@ -130,17 +131,17 @@ def same(q, siblings, group, vocab, choose):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Round:
-    ends: torch.Tensor
+    ends: Tensor
     """[groups, contexts]: where a round ends."""
-    law: torch.Tensor
+    law: Tensor
     """[groups, V ** (depth + 1)]: the text, continued by the target."""
-    accepted: torch.Tensor
+    accepted: Tensor
     """[groups] mean accepted tokens."""
     walked: int
     """Branches of a group."""
 
 
-def continued(ends: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def continued(ends: Tensor, p: Tensor) -> Tensor:
     """Law of texts: mass [groups, contexts] at contexts, each continued by p to the longest."""
     mass, (starts, vocab) = ends.clone(), p.shape[1:]
     for context in range(starts):  # a child's number is larger than its parent's
@@ -151,7 +152,7 @@ def continued(ends: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 def play(
     case: Tables,
-    parents: torch.Tensor,
+    parents: Tensor,
     rule: Rule,
     propose: Propose,
     limit: int | None = None,
@@ -190,14 +191,14 @@ def play(
     return Round(ends, continued(ends, case.p), accepted, choose.walked)
 
 
-def own(case: Tables) -> torch.Tensor:
+def own(case: Tables) -> Tensor:
     """The target's law of texts."""
     ends = torch.zeros(case.groups, case.p.shape[1] * case.vocab + 1, dtype=torch.float64)
     ends[:, 0] = 1
     return continued(ends, case.p)
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     """The largest TV of any group."""
     return float((a - b).abs().sum(-1).max() / 2)
 

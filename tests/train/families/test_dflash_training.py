@@ -65,7 +65,7 @@ def gap(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, packed: bool = Fa
     wanted: dict[tuple[int, int], Tensor] = {}  # by the text's first and anchor's number
     for i, sample in enumerate(SAMPLES):
         ids = list(sample["input_ids"])
-        features = prefilled(own, ids, net.taps)
+        features = prefilled(own, ids, net.aux_layers)
         for a in range(1, len(ids)):
             tokens = torch.tensor([ids[a], *[net.mask_token] * (net.block_size - 1)])
             wanted[i, a] = formula_states(net, features[:a], tokens, embedding)[net.first :]

@@ -170,9 +170,9 @@ def decoder_laws(world: World, steps: int) -> Tensor:
     x_{t+2}, x_{t+3}, …, as the engine would ask it: all slots are rows of one batch.
     """
     draft: Draft = world.trainee.to_draft()
-    assert draft.taps is not None
-    tapped = [world.states[i] for i in draft.taps.layers]
-    tapped += [world.states[-1]] if draft.taps.final else []
+    assert draft.aux_layers is not None
+    tapped = [world.states[i] for i in draft.aux_layers.layers]
+    tapped += [world.states[-1]] if draft.aux_layers.final else []
     features = torch.cat(tapped, -1)
     count, places = len(world.ids) - 1, torch.arange(len(world.ids) - 1)
     text = torch.tensor([*world.ids, *[0] * (steps + 1)])

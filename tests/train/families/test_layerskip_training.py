@@ -42,7 +42,7 @@ def drafted_logits(draft: EarlyExitDraft, ids: list[int], start: int) -> Tensor:
     runner = draft.target.runner
     runner.allocate(1, 64)
     draft.runner.share_kv_cache(runner)
-    runner.cache.slots.show(64)
+    runner.cache.slots.limit_to(64)
     if start > 0:
         runner.prefill(torch.tensor([ids[:start]]), torch.tensor([start]))
     found = []
@@ -109,7 +109,7 @@ INIT = ExitAdapter.__init__
 def a_layer_early(self: ExitAdapter, config: Any, *rest: Any) -> None:
     """It reads one layer's input in training and is put in after that layer in decoding."""
     INIT(self, config, *rest)
-    self.taps = type(self.taps)((self.layers - 1,))
+    self.aux_layers = type(self.aux_layers)((self.layers - 1,))
 
 
 @pytest.mark.parametrize(
@@ -184,4 +184,4 @@ def test_an_exit_behind_the_last_layer_is_refused(layer: int) -> None:
 
 def test_a_quarter_of_the_layers_is_the_default() -> None:
     own = tiny_target(tiny_model("llama", num_hidden_layers=8))
-    assert trainee_of(own, exit_layer=0).net.taps.layers == (2,)
+    assert trainee_of(own, exit_layer=0).net.aux_layers.layers == (2,)

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.common import chat_template as common_chat_template
 from decode.common.settings import parse_settings
 from decode.drafts.registry import load_draft
@@ -512,9 +512,9 @@ def test_two_ropes_give_one_whatever_their_order() -> None:
     config = config_of("google/gemma-3-12b-it").get_text_config(decoder=True)
     ropes = config.rope_parameters
     assert list(ropes) == ["sliding_attention", "full_attention"]
-    first = layouts.eagle_config(config, 8)
+    first = eagle_layouts.llama_layer_config(config, 8)
     config.rope_parameters = dict(reversed(ropes.items()))
-    assert layouts.eagle_config(config, 8) == first
+    assert eagle_layouts.llama_layer_config(config, 8) == first
     assert first["rope_theta"] == 1e6
 
 

@@ -1,0 +1,169 @@
+"""DFlash and DSpark: config.json and tensors as saved here, as engines require them and as others save them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from decode.checkpoints import layouts
+from decode.checkpoints.eagle_layouts import layer_kind, llama_layer_config
+from decode.checkpoints.layouts import (
+    HeadConfig,
+    Layout,
+    ReadFiles,
+    Shapes,
+    Tensors,
+    llama_layer,
+)
+from decode.common.errors import UserError
+
+OUTER_KEYS = (
+    "block_size",
+    "markov_rank",
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "aux_hidden_state_layer_ids",
+    "dflash_config",
+)
+"""Settings that speculators writes outside `transformer_layer_config`, beside those of EAGLE-3."""
+
+
+def dflash_config(
+    target: Any,
+    vocab: int,
+    draft_vocab: int,
+    layers: Sequence[int],
+    depth: int,
+    block_size: int,
+    mask_token: int,
+    markov_rank: int = 0,
+) -> HeadConfig:
+    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
+
+    With `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent.
+    """
+    config = llama_layer_config(target, vocab) | {
+        "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": depth,
+        "num_target_layers": target.num_hidden_layers,
+        "draft_vocab_size": draft_vocab,
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token,
+            "target_layer_ids": list(layouts.capture_to_output(layers)),
+            "causal": False,
+        },
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+    }
+    if not markov_rank:
+        return HeadConfig(config)
+    return HeadConfig(
+        config
+        | {
+            "markov_rank": markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "sample_from_anchor": True,
+        }
+    )
+
+
+def aux_layers(config: HeadConfig) -> tuple[int, ...]:
+    """Capture ids of the states that engines read: by the key of such ids, else the layers' outputs plus one."""
+    own = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    nested = config.value("dflash_config", {}).get("target_layer_ids")
+    outputs = nested or config.get("target_layer_ids") or ()
+    return tuple(own or (i + 1 for i in outputs))
+
+
+def _dflash_shapes(config: HeadConfig) -> Shapes:
+    count = len(aux_layers(config))
+    if config.lacks_sizes or not count:
+        return {}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {
+        "fc.weight": (hidden, count * config.value("target_hidden_size", hidden)),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (config.value("draft_vocab_size", vocab), hidden),
+    }
+    for i in range(config.value("num_hidden_layers", 1)):
+        layer = llama_layer(config, hidden)
+        layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | layouts.reduced_vocabulary(config)
+
+
+def _dspark_shapes(config: HeadConfig) -> Shapes:
+    shapes, rank = _dflash_shapes(config), config.value("markov_rank", 0)
+    if not shapes:
+        return {}
+    size, hidden = shapes["lm_head.weight"]
+    return shapes | {
+        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
+        "markov_head.markov_w2.weight": (size, rank),
+        "confidence_head.proj.weight": (1, hidden + rank),
+        "confidence_head.proj.bias": (1,),
+    }
+
+
+def _shared(config: HeadConfig) -> set[str]:
+    vocab = config["vocab_size"]
+    whole = config.value("draft_vocab_size", vocab) == vocab
+    return {"embed_tokens.weight", *(("lm_head.weight",) if whole else ())}
+
+
+def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
+    """A flat config with sizes, capture ids and the mask token where our module looks for them."""
+    flat = dict(config)
+    if "transformer_layer_config" in config:
+        flat = {**config, **config["transformer_layer_config"]}
+        flat["draft_vocab_size"] = config.get("draft_vocab_size")
+    nested = dict(flat.get("dflash_config") or {})
+    if nested.get("causal") or flat.get("is_causal"):
+        raise UserError(
+            "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
+        )
+    if "sliding_attention" in (flat.get("layer_types") or []):
+        raise UserError("a DFlash draft with sliding layers: only full attention is supported")
+    if flat.get("markov_rank") and flat.get("markov_head_type", "vanilla") != "vanilla":
+        raise UserError(
+            f"DSpark with a corrector of type {flat['markov_head_type']!r}: only vanilla is supported"
+        )
+    kind = layer_kind({**flat, "architectures": config.get("architectures")})
+    if kind not in ("qwen3", "llama", "dflash", "dspark", ""):
+        raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
+    outputs = nested.get("target_layer_ids") or flat.get("target_layer_ids") or ()
+    layers = flat.get("eagle_aux_hidden_state_layer_ids") or flat.get("aux_hidden_state_layer_ids")
+    if "mask_token_id" not in nested:
+        nested["mask_token_id"] = flat["mask_token_id"]
+    anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
+    if anchor is None:  # flat files of DSpark mean true, and those of speculators false
+        anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
+    fields = {
+        "sample_from_anchor": anchor,
+        "dflash_config": nested,
+        "block_size": int(flat.get("block_size") or nested["block_size"]),
+        "eagle_aux_hidden_state_layer_ids": list(layers or layouts.output_to_capture(outputs)),
+        "draft_vocab_size": flat.get("draft_vocab_size") or flat["vocab_size"],
+        "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
+    }
+    return HeadConfig(flat | fields), tensors
+
+
+PREFIX = ((r"^model\.", ""),)
+DFLASH = Layout(
+    "dflash",
+    r"hidden_norm\.weight",
+    _read,
+    _dflash_shapes,
+    _shared,
+    PREFIX,
+    PREFIX,
+    default_layers=0,
+)
+DSPARK = replace(
+    DFLASH, family="dspark", known_by=r"markov_head\.markov_w1\.weight", shapes=_dspark_shapes
+)
