@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -32,6 +32,7 @@ from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
+    DtypeName,
     MatchLength,
     Temperature,
     at_least,
@@ -76,6 +77,8 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 @dataclass
 class ForecastConfig(MeasuringSettings):
+    COMMON: ClassVar[str] = "target draft tasks ks temperatures dtype out"
+
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""
     draft: str = "assets/draft"
@@ -118,9 +121,9 @@ class ForecastConfig(MeasuringSettings):
     """Prompts in the measurement of costs: the last ones of the tasks."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     """Number type of the target: float32, bfloat16 or float16."""
-    draft_dtype: str = "float32"
+    draft_dtype: DtypeName = "float32"
     """Number type of the draft."""
     out: str = "outputs/forecast"
 

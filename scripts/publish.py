@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -48,6 +49,8 @@ CHECKED_ENGINES = {
 
 @dataclass
 class PublishConfig:
+    COMMON: ClassVar[str] = "draft report tuned forecast repo out push private"
+
     draft: str = ""
     """A draft's folder, as train/distill.py wrote it."""
     report: str = ""

@@ -6,8 +6,10 @@ decoding, the evaluation report and the published folder, without a change to an
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
@@ -40,9 +43,9 @@ from tests.train.planning import test_shape_run
 from tests.worlds import ROOT, World
 from train.data.batching import Batch
 from train.distill import DistillConfig
-from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer, trained_families
+from train.families.base import FamilyContext, TrainableDraft
+from train.families.registry import TRAINED_FAMILIES, family_settings, register_trained
+from train.families.settings.base import FamilySettings
 from train.hub.publish import build_draft_folder
 from train.hub.upload import HubLabels
 from train.losses.objective import Criterion
@@ -113,8 +116,10 @@ class TrainableBigram(TrainableDraft):
         save_file({"table": table}, folder / layouts.WEIGHTS_FILE, {"format": "pt"})
 
 
-class Bigram(FamilyTrainer):
-    settings = frozenset()
+@dataclass
+class BigramSettings(FamilySettings):
+    family: str = "bigram"
+
     description = "a table of bigrams"
     hub_tag = "bigram"
 
@@ -122,7 +127,7 @@ class Bigram(FamilyTrainer):
         return TrainableBigram(context)
 
 
-BIGRAM = DraftFamily("bigram", load=load_bigram, trainer=f"{__name__}:Bigram")
+BIGRAM = DraftFamily("bigram", load=load_bigram)
 
 # ---- a verification rule ----
 
@@ -141,9 +146,10 @@ ACCEPT_ALL = VerificationRule("accept-all", False, accept_all, "keeps every draf
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     register_family(BIGRAM)
+    register_trained(BigramSettings)
     register_rule(ACCEPT_ALL)
     yield
-    del DRAFT_FAMILIES["bigram"], VERIFICATION_RULES["accept-all"]
+    del DRAFT_FAMILIES["bigram"], TRAINED_FAMILIES["bigram"], VERIFICATION_RULES["accept-all"]
 
 
 @pytest.fixture(scope="module")
@@ -246,24 +252,15 @@ def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path
 # ---- every family has all its parts ----
 
 
-def missing_parts(family: DraftFamily, configs: list[dict[str, Any]]) -> list[str]:
+def missing_parts(settings: type[FamilySettings], configs: list[dict[str, Any]]) -> list[str]:
     """What a family that can be trained lacks; `configs` are the settings of all files in configs/."""
-    missing = []
-    try:
-        trainer = family_trainer(family.name)
-    except (ImportError, AttributeError):
-        return ["trainer"]
+    missing, family = [], DRAFT_FAMILIES[settings().family]
     if family.load is None:
         missing.append("loader")
-    for name in ("settings", "description", "hub_tag"):
-        if name not in {key for cls in type(trainer).__mro__ for key in vars(cls)}:
-            missing.append(name)
-    unknown = getattr(trainer, "settings", frozenset()) - {f.name for f in fields(DraftConfig)}
-    missing += [f"setting {name}" for name in sorted(unknown)]
+    missing += [name for name in ("description", "hub_tag") if not hasattr(settings, name)]
     config = tiny_model("llama", num_hidden_layers=8).config
-    s = DraftConfig(family.name, layers=[0] if family.name in ("causal", "pard") else [])
     try:
-        run = ShapeRun(DistillConfig(draft=s), config)
+        run = ShapeRun(DistillConfig(draft=settings().having(layers=[0])), config)
         assert run.step(made_up_rows(1, 16, 8, run.vocab), mixed=True).flops > 0 < run.trained
     except NotImplementedError:
         missing.append("sizes")
@@ -288,45 +285,69 @@ def distill_configs() -> list[dict[str, Any]]:
     return [yaml.safe_load(t) for t in [*texts, *(f"draft: {{family: {d}}}" for d in drafts)]]
 
 
-def own_families() -> list[str]:
-    return [name for name in trained_families() if name != "bigram"]
+OWN = [name for name in TRAINED_FAMILIES if name != "bigram"]
 
 
-@pytest.mark.parametrize("name", own_families())
+@pytest.mark.parametrize("name", OWN)
 def test_a_family_has_all_its_parts(name: str) -> None:
     """Catches a family that was registered and then forgotten somewhere."""
-    assert missing_parts(DRAFT_FAMILIES[name], distill_configs()) == []
+    assert missing_parts(TRAINED_FAMILIES[name], distill_configs()) == []
 
 
 def test_missing_parts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if these go unseen."""
     forgotten = ["YAML in configs/", "row in the parametrised tests"]
-    assert missing_parts(BIGRAM, distill_configs()) == forgotten
-    for trainer in ("nowhere:Bigram", f"{__name__}:Nothing"):
-        family = replace(BIGRAM, trainer=trainer)
-        monkeypatch.setitem(DRAFT_FAMILIES, "bigram", family)
-        assert missing_parts(family, distill_configs()) == ["trainer"]
-    family = replace(BIGRAM, load=None, trainer=f"{__name__}:Unfinished")
-    monkeypatch.setitem(DRAFT_FAMILIES, "bigram", family)
-    parts = ["loader", "description", "hub_tag", "setting levels", "sizes"]
-    assert missing_parts(family, distill_configs()) == [*parts, *forgotten]
+    assert missing_parts(BigramSettings, distill_configs()) == forgotten
+    monkeypatch.setitem(DRAFT_FAMILIES, "bigram", replace(BIGRAM, load=None))
+    parts = ["loader", "description", "hub_tag", "sizes"]
+    assert missing_parts(Unfinished, distill_configs()) == [*parts, *forgotten]
 
 
-class Unfinished(FamilyTrainer):
-    settings = frozenset({"levels"})
+@dataclass
+class Unfinished(FamilySettings):
+    family: str = "bigram"
 
 
-def test_every_setting_is_read_by_a_family() -> None:
-    """Catches a setting of the draft that no family reads any more."""
-    read = {"family", "attention"}.union(
-        *(family_trainer(name).settings for name in own_families())
+FOREIGN = {name: [] for name in OWN} | {
+    "dspark": ["steps 3", "retention 0.5", "exit_layer 2", "heads 2", "lora_rank 4"],
+    "eagle3": ["markov_rank 8", "block 4"],
+    "medusa": ["keep_layers 2", "vocab 60", "target_lora_rank 2"],
+    "eagle1": ["vocab 60", "taps [1, 2]"],
+    "layerskip2": ["init x", "exit_width 3", "activation_checkpointing true"],
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_family_has_its_own_settings_alone(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: --draft.family dspark --draft.steps 3 taken for an EAGLE-3 head, or a setting that nobody reads."""
+    with pytest.raises(SystemExit):
+        parse_settings(DistillConfig, "", ["--draft.family", family, "--help"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--draft.")]
+    assert 3 <= len(lines) <= 14
+    assert {line.removeprefix("--draft.") for line in lines} == set(
+        vars(TRAINED_FAMILIES[family]())
     )
-    assert read == {field.name for field in fields(DraftConfig)}
+    for given in FOREIGN[family]:
+        name, value = given.split(" ", 1)
+        owners = [x for x, cls in TRAINED_FAMILIES.items() if name in vars(cls())]
+        said = f"draft.{name} is a setting of {', '.join(owners)}, and draft.family is {family}"
+        with pytest.raises(UserError, match=said):
+            parse_settings(DistillConfig, "", ["--draft.family", family, f"--draft.{name}", value])
+
+
+def test_settings_are_read_without_torch() -> None:
+    """Bug: a --help that takes seconds, because a module of settings imports what it builds when it is loaded."""
+    program = "import sys, train.families.registry; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_every_trained_family_is_counted() -> None:
     """Guards the parametrised test of estimates: its families are those of the registry."""
-    assert {case[0] for case in test_shape_run.CASES} >= set(own_families())
+    assert {case[0] for case in test_shape_run.CASES} >= set(OWN)
 
 
 def test_bad_names_are_refused() -> None:
@@ -335,5 +356,11 @@ def test_bad_names_are_refused() -> None:
         register_family(BIGRAM)
     with pytest.raises(UserError, match="load"):
         register_family(DraftFamily("nothing"))
-    with pytest.raises(UserError, match="choose one of causal, pard, medusa"):
-        DraftConfig("eagle4")
+    with pytest.raises(UserError, match="already"):
+        register_trained(BigramSettings)
+    for read in (
+        family_settings,
+        lambda name: parse_settings(DistillConfig, "", ["--draft.family", name]),
+    ):
+        with pytest.raises(UserError, match="choose one of causal, pard, medusa"):
+            read("eagle4")

@@ -32,7 +32,7 @@ from rich.console import Console
 from decode.common import provenance
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero
+from decode.common.ranges import CountOrZero, DtypeName
 from decode.common.run_dir import RunSettings
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
@@ -54,9 +54,9 @@ from train.data.mixture import DataSpec
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import TrainableCausal
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.registry import DraftSettings
+from train.families.settings.causal import CausalSettings
 from train.hub.upload import TrainingPublishConfig, check_upload_possible
 from train.losses.objective import DivergenceConfig
 from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
@@ -96,6 +96,11 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass
 class DistillConfig(RunSettings):
+    COMMON: ClassVar[str] = (
+        "target data draft.family draft.init loss loop.epochs loop.steps loop.batch_size loop.micro_batch loop.lr "
+        "loop.max_length target_dtype tracker out dry_run"
+    )
+
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
 
     target: str = "assets/target"
@@ -108,7 +113,7 @@ class DistillConfig(RunSettings):
     """answers: the draft learns the target's distribution where the target wrote; all: also where it read the prompt,
     which gives more labels from the same pass of the target."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    draft: DraftSettings = field(default_factory=CausalSettings)
     loss: Literal[
         "forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "hard_ce", "soft_ce", "top_k"
     ] = "forward_kl"  # fmt: skip
@@ -128,7 +133,7 @@ class DistillConfig(RunSettings):
     mixed_precision: launch.Precision = "auto"
     """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, else fp32.
     fp16, with scaled gradients, is for GPUs without bf16."""
-    target_dtype: str = "float32"
+    target_dtype: DtypeName = "float32"
     """Precision of the frozen target."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     tracker: TrackerName = "wandb"
@@ -229,7 +234,6 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
         if accelerator.is_main_process:
             for note in check_tracker(s.tracker, s.wandb, s.project):
                 print(note, file=sys.stderr)
-        family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         check_states_server(s)
@@ -271,9 +275,7 @@ def check_states_server(s: DistillConfig) -> None:
         "loop.eval_every measures acceptance with the target": s.loop.eval_every > 0,
         "on_policy.share lets the target read the draft's texts": s.on_policy.share > 0,
         "dry_run tries the target": s.dry_run,
-        f"draft.family {s.draft.family} trains the target": family_trainer(
-            s.draft.family
-        ).trains_target,
+        f"draft.family {s.draft.family} trains the target": s.draft.trains_target,
     }
     for reason, applies in needs.items():
         if applies:
@@ -285,7 +287,7 @@ def check_states_server(s: DistillConfig) -> None:
 
 def check_placement(s: DistillConfig) -> None:
     """UserError for a family that trains the target itself, if its layers are not all on one device."""
-    if s.placement.kind != "single" and family_trainer(s.draft.family).trains_target:
+    if s.placement.kind != "single" and s.draft.trains_target:
         raise UserError(
             f"placement.kind {s.placement.kind}: draft.family {s.draft.family} trains the target, which must be on "
             "one device: leave it at single, or choose another family"
@@ -299,12 +301,12 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length, s.allow_changed)
     device = str(target.runner.device)
     context = FamilyContext(s, target, rows, device, folder, rows.whole, s.states)
-    trainable = family_trainer(s.draft.family).build(context)
+    trainable = s.draft.build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
         check_request(trainable.to_draft(), s.check.k, SamplingParams())
         trainable.model.train()
     # Others have the target's context, to which samples are cut.
-    if s.draft.init and not s.dry_run and PartialState().is_main_process:
+    if s.draft.continues and not s.dry_run and PartialState().is_main_process:
         warn_of_long_samples(trainable.to_draft().context, rows)
         trainable.model.train()
     return trainable
@@ -340,7 +342,7 @@ def training_inputs(
     s: DistillConfig, target: Target, rows: mixture.Mixture
 ) -> checkpoint.TrainingInputs:
     """What this training learns from, by content."""
-    init = draft_sha256(s.draft.init) if s.draft.init else None
+    init = draft_sha256(s.draft.continues) if s.draft.continues else None
     return checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
 
 
@@ -348,8 +350,8 @@ def load_components(
     s: DistillConfig, accelerator: Accelerator
 ) -> tuple[DistillConfig, RunComponents]:
     """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
-    if s.draft.init and accelerator.is_main_process:
-        check_saved_draft(s.draft.init)
+    if s.draft.continues and accelerator.is_main_process:
+        check_saved_draft(s.draft.continues)
     device, dtype = str(accelerator.device), s.target_dtype
     target = load_target(
         s.placement, s.target, device, dtype, s.revision, with_layers=not s.states.url
@@ -400,13 +402,14 @@ def run_dry_run(
     """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
     console.print(in_force(s, accelerator))
     loop = replace(s.loop, steps=max(2, s.loop.steps))
-    if isinstance(parts.trainable, TrainableCausal) and s.draft.keep_layers:
+    if isinstance(s.draft, CausalSettings) and s.draft.keep_layers:
+        assert isinstance(parts.trainable, TrainableCausal)
         layers = spread_layers(len(layer_stack(parts.trainable.lm)), s.draft.keep_layers)
         console.print(
             f"layers {layers} stand for those that will be chosen: which ones matters to acceptance alone"
         )
         parts.trainable.keep_layers(layers)
-        s = with_layers(s, layers)
+        s = replace(s, draft=s.draft.with_layers(layers))
     every = s.on_policy.every if s.on_policy.share > 0 else 0
     with shared_temp_folder(accelerator.wait_for_everyone) as folder:
         training = build_training(replace(s, out=folder, loop=loop), accelerator, parts)
@@ -421,11 +424,6 @@ def run_dry_run(
     return measured
 
 
-def with_layers(s: DistillConfig, layers: list[int]) -> DistillConfig:
-    """The settings with the layers that draft.keep_layers has chosen."""
-    return replace(s, draft=replace(s.draft, layers=layers, keep_layers=0))
-
-
 def build_full_copy(
     s: DistillConfig, accelerator: Accelerator, parts: RunComponents
 ) -> TrainableDraft | None:
@@ -438,7 +436,7 @@ def build_full_copy(
 def input_paths(s: DistillConfig) -> list[str]:
     """What the run reads: folders and files, or names on the Hub."""
     parts = mixture.mixture_parts(s.data)
-    return [s.target, s.draft.init, s.features, *(part.path for part in parts)]
+    return [s.target, s.draft.continues, s.features, *(part.path for part in parts)]
 
 
 def fill_feature_store(accelerator: Accelerator, parts: RunComponents, console: Console) -> None:
@@ -464,10 +462,11 @@ def distill(
             sample_store.remove_partial(out)
     fill_feature_store(accelerator, parts, console)
     full_settings = s
-    if isinstance(trainable, TrainableCausal) and s.draft.keep_layers:
+    if isinstance(s.draft, CausalSettings) and s.draft.keep_layers:
+        assert isinstance(trainable, TrainableCausal)
         inputs = {**parts.inputs.to_json(), "tokenizer": parts.inputs.tokenizer}
         layers = settle_layers(s, accelerator, trainable, parts.rows, inputs, console)
-        full_settings = with_layers(s, layers)
+        full_settings = replace(s, draft=s.draft.with_layers(layers))
     training = build_training(s, accelerator, parts)
     full_copy = build_full_copy(full_settings, accelerator, parts)
     with collective.raise_on_all_ranks(accelerator):
@@ -549,8 +548,6 @@ def train_draft(s: DistillConfig) -> None:
     s, accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     estimated: dict[str, float] = {}
-    for name in family_trainer(s.draft.family).unused_settings(s.draft):
-        console.print(f"draft.{name} is not used by family {s.draft.family}")
     with attention.training_attention(s.draft.attention):
         with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
             if s.dry_run:

@@ -1,7 +1,7 @@
-"""The registry of draft families: how each is loaded or created, and which class trains it.
+"""The registry of draft families: how each is loaded or created.
 
-A new family is one `register_family(DraftFamily(...))`: its decoder is a subclass of `decode.drafts.base.Draft`, its
-trainer a subclass of `train.families.base.FamilyTrainer` named in `trainer`.
+A new family is one `register_family(DraftFamily(...))`: its decoder is a subclass of `decode.drafts.base.Draft`. What
+trains it is registered in train/families/registry.py.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,6 @@ class DraftFamily:
     create: CreateDraft | None = None
     create_lookup: CreateLookup | None = None
     """For a family that copies from the text: it can draft in front of a family with a model (`add_lookup`)."""
-    trainer: str = ""
-    """"module:Class" of its FamilyTrainer; empty for a family that is not trained. Only train/ imports it."""
     supports_trees: bool = True
     """Its proposals follow `Draft.shape`; False: it ignores the shape."""
     has_weights: bool = True
@@ -91,53 +89,43 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "causal",
             load=causal.load,
-            trainer="train.families.causal:Causal",
         ),
         DraftFamily(
             "pard",
             load=blocks.load_pard,
-            trainer="train.families.blocks:Pard",
         ),
         DraftFamily(
             "medusa",
             load=medusa.load,
-            trainer="train.families.medusa:Medusa",
         ),
         DraftFamily(
             "medusa2",
             load=medusa.load,
-            trainer="train.families.medusa:Medusa2",
             saved_as="medusa",
         ),
         DraftFamily(
             "eagle1",
             load=eagle.load,
-            trainer="train.families.eagle:Eagle1",
         ),
         DraftFamily(
             "eagle3",
             load=eagle.load,
-            trainer="train.families.eagle:Eagle3",
         ),
         DraftFamily(
             "peagle",
             load=blocks.load_peagle,
-            trainer="train.families.blocks:PEagle",
         ),
         DraftFamily(
             "dflash",
             load=blocks.load_dflash,
-            trainer="train.families.dflash:DFlash",
         ),
         DraftFamily(
             "dspark",
             load=blocks.load_dflash,
-            trainer="train.families.dflash:DSpark",
         ),
         DraftFamily(
             "mtp",
             load=mtp.load,
-            trainer="train.families.mtp:Mtp",
         ),
         DraftFamily(
             "ngram",
@@ -159,12 +147,10 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "layerskip",
             load=early_exit.load,
-            trainer="train.families.layerskip:LayerSkip",
         ),
         DraftFamily(
             "layerskip2",
             load=early_exit.load_own_exit,
-            trainer="train.families.layerskip2:LayerSkip2",
         ),
     )
 }

@@ -1,5 +1,6 @@
 """Methods: a draft at one setting, under a name. Built from the settings, and described for reports."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -135,7 +136,10 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
         return draft
     if m.name == "simulated":
         raise UserError("method 'simulated' needs `alpha`, the acceptance to simulate: [0.8, 0.7]")
-    raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
+    own = [family.name for family in DRAFT_FAMILIES.values() if family.create is not None]
+    near = difflib.get_close_matches(m.name, own, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else f"; without one there are {', '.join(own)}"
+    raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft{hint}")
 
 
 def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:

@@ -55,8 +55,8 @@ from scripts.lab.floor_work import sample_rows
 from train.data.batching import Batch, collate
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
+from train.families.settings.base import FamilySettings
 from train.planning.resources import memory_breakdown
 from train.planning.shape_run import ShapeRun, StepWorkload
 from train.trainer.throughput import peak_memory_bytes
@@ -120,14 +120,11 @@ def llama_config(shape: dict[str, int]) -> LlamaConfig:
     return LlamaConfig(**fields)
 
 
-def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> DraftConfig:
+def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> FamilySettings:
     """The draft of a cell."""
-    draft = DraftConfig(family=family, activation_checkpointing=s.activation_checkpointing)
-    if family == "causal":
-        draft.layers = [0, 1]
-    else:
-        draft.vocab = shape["draft_vocab"]
-    return draft
+    sizes = {"layers": [0, 1]} if family == "causal" else {"vocab": shape["draft_vocab"]}
+    again = s.activation_checkpointing
+    return family_settings(family)().having(activation_checkpointing=again, **sizes)
 
 
 def estimated_bytes(family: str, size: str, s: BenchTrainingConfig, mixed: bool) -> int:
@@ -194,7 +191,7 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     ids = torch.randint(shape["draft_vocab"], (shape["rows"] * shape["length"],)).tolist()
     rows = sample_rows([ids], shape["rows"], shape["length"])
     settings = DistillConfig(draft=draft, loss="forward_kl")
-    trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))
+    trainee = draft.build(FamilyContext(settings, target, rows, device))
     trained = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
@@ -250,7 +247,7 @@ def main(s: BenchTrainingConfig) -> None:
     if not s.families or not s.sizes:
         raise UserError("families or sizes is empty: give at least one of each")
     for family in s.families:
-        family_trainer(family)  # UserError for an unknown one
+        family_settings(family)  # UserError for an unknown one
     for size in s.sizes:
         if size not in SIZES:
             raise UserError(f"no size {size!r}; there are {', '.join(SIZES)}")

@@ -63,8 +63,9 @@ from scripts.lab.reference_trainers import StepTimer
 from train import distill
 from train.data import mixture
 from train.data.sample_store import SampleRow
-from train.families.config import DraftConfig
-from train.families.eagle import TrainableEagle
+from train.families.base import TrainableHead
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle3Settings
 from train.trainer import on_policy as trainer_on_policy
 from train.trainer.checkpoint import TrainingState
 from train.trainer.loop import LoopConfig, train
@@ -130,10 +131,10 @@ def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill
         max_new_tokens=s.max_new_tokens,
         batch_size=s.on_policy_every * s.batch_size,
     )
-    eagle3 = DraftConfig(family="eagle3", vocab=s.eagle_vocab, steps=s.eagle_steps)
+    eagle3 = Eagle3Settings(vocab=s.eagle_vocab, steps=s.eagle_steps)
     return distill.DistillConfig(
         target=s.target, data=s.data, on_policy=on_policy, target_dtype=s.dtype, out=folder,
-        draft=eagle3 if arm.startswith("eagle3") else DraftConfig(init=s.draft),
+        draft=eagle3 if arm.startswith("eagle3") else CausalSettings(init=s.draft),
         features=str(Path(folder) / "features") if arm.endswith("features") else "",
         loop=LoopConfig(
             steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
@@ -183,7 +184,7 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
         if arm != "eagle3-trainer":
             return reference_trainers.train_reference(s, arm)
         parts = distill.load_components(*distill.init_accelerator(settings))[1]
-        assert isinstance(parts.trainable, TrainableEagle)
+        assert isinstance(parts.trainable, TrainableHead)
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 
 

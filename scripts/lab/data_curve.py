@@ -65,7 +65,6 @@ from train.data import batching, mixture
 from train.data.mixture import MixturePart
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig, RunComponents
-from train.families.registry import family_trainer
 from train.hub.upload import TrainingPublishConfig
 
 COMMAND = "scripts/lab/data_curve.py"
@@ -181,10 +180,9 @@ def check_comparison(s: DataCurveConfig, run: DistillConfig) -> RunComponents:
 
 def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
     """What `count_acceptance` returns of the draft in `folder`."""
-    trainer = family_trainer(s.distill.draft.family)
     name, revision = s.distill.target, s.distill.revision
-    if trainer.trains_target:
-        name, revision = str(Path(folder) / trainer.target_folder), None
+    if s.distill.draft.trains_target:
+        name, revision = str(Path(folder) / s.distill.draft.target_folder), None
     target = load_target(name, "auto", s.distill.target_dtype, revision)
     prompts = load_fitting_prompts(s.tasks, target)
     draft = load_draft(folder, target)
@@ -258,9 +256,9 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     """A cell for each run; before them one for the draft that training starts from, if it starts from one."""
 
     def measure_start(_: int) -> object:
-        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init)))
+        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.continues)))
 
-    start = [Cell("before", measure_start)] if s.distill.draft.init else []
+    start = [Cell("before", measure_start)] if s.distill.draft.continues else []
     return start + [
         Cell(
             run.name,
@@ -316,7 +314,7 @@ def main(s: DataCurveConfig) -> None:
     with run_dir.open_run(s, COMMAND, OWNED_FILES, reads) as run:
         found = run_cells(curve_cells(s, runs), run.journal(of_machine=False))
         points = [TrainedPoint(**kept) for (kept,) in found.values()]
-        before = points.pop(0) if s.distill.draft.init else None
+        before = points.pop(0) if s.distill.draft.continues else None
         curve = build_curve(s, target, points, before)
         write_results(run.path, curve)
     print((run.path / "data_curve.md").read_text(encoding="utf-8"))

@@ -22,8 +22,7 @@ from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
 from train.teacher.feature_extraction import extract_features
@@ -156,11 +155,11 @@ def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
     return fastest_ms(lambda: extract_features(live, 0, rows, kinds), 2, target.runner.device)
 
 
-def head_config(target: Target) -> DraftConfig:
+def head_config(target: Target) -> Eagle3Settings:
     """The draft that is trained."""
     vocab = min(HEAD_VOCAB, target.runner.vocab_size)
     taps = list(head_taps(target).layers)
-    return DraftConfig(family="eagle3", vocab=vocab, steps=HEAD_STEPS, taps=taps)
+    return Eagle3Settings(vocab=vocab, steps=HEAD_STEPS, taps=taps)
 
 
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
@@ -176,7 +175,7 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
     torch.manual_seed(0)
     settings = DistillConfig(draft=head_config(target))
     context = FamilyContext(settings, target, rows, str(device))
-    trained = family_trainer("eagle3").build(context)
+    trained = settings.draft.build(context)
     trainable = [p for p in trained.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)

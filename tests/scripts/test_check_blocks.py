@@ -17,17 +17,18 @@ from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.mtp import MtpSettings
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TAPS = [2, 6, 9]
 DRAFTS = {
-    "pard": DraftConfig("pard", layers=[0, 1], block=4),
-    "peagle": DraftConfig("peagle", block=4, vocab=60, taps=TAPS),
-    "dflash": DraftConfig("dflash", block=4, vocab=60, taps=TAPS),
-    "dspark": DraftConfig("dspark", block=4, vocab=0, taps=TAPS, markov_rank=8),
-    "mtp": DraftConfig("mtp", steps=2),
+    "pard": PardSettings(layers=[0, 1], block=4),
+    "peagle": PEagleSettings(block=4, vocab=60, taps=TAPS),
+    "dflash": DFlashSettings(block=4, vocab=60, taps=TAPS),
+    "dspark": DSparkSettings(block=4, vocab=0, taps=TAPS, markov_rank=8),
+    "mtp": MtpSettings(steps=2),
 }
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -94,7 +95,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home, own = tmp_path_factory.mktemp("drafts"), load_target(str(ASSETS / "target"))
     for family, draft in DRAFTS.items():
         config = DistillConfig(draft=draft)
-        trainee = family_trainer(family).build(FamilyContext(config, own, SAMPLES))
+        trainee = config.draft.build(FamilyContext(config, own, SAMPLES))
         trainee.save(home / family)
         facts = {"family": family, "tokenizer_hash": own.fingerprint}
         facts |= {"training": {"draft": {"taps": draft.aux_layers}}}
@@ -142,7 +143,7 @@ def test_every_damage_is_seen(name: str, good: dict[str, Path], tmp_path: Path) 
 def test_an_mtp_layer_of_a_known_target_has_nothing_to_report(tmp_path: Path) -> None:
     own = tiny_target(tiny_model("deepseek_v3"))
     config = DistillConfig(draft=DRAFTS["mtp"])
-    family_trainer("mtp").build(FamilyContext(config, own, SAMPLES)).save(tmp_path / "d")
+    config.draft.build(FamilyContext(config, own, SAMPLES)).save(tmp_path / "d")
     (tmp_path / "d" / METADATA_FILE).write_text(
         json.dumps({"family": "mtp", "tokenizer_hash": own.fingerprint})
     )

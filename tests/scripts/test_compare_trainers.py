@@ -17,9 +17,9 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.eagle import EagleTrainer
-from train.families.registry import family_trainer
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle3Settings
 from train.losses import divergences
 
 
@@ -64,8 +64,8 @@ def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
     """Catches a comparison with a trainer that learns other positions, shifted labels or padding."""
     rows = rows_of(20, 9, 15)
     own = load_target(str(world.target), "cpu")
-    settings = DistillConfig(draft=DraftConfig(init=str(world.draft)))
-    trainee = family_trainer("causal").build(FamilyContext(settings, own, rows))
+    settings = DistillConfig(draft=CausalSettings(init=str(world.draft)))
+    trainee = settings.draft.build(FamilyContext(settings, own, rows))
     with torch.no_grad():
         sums = trainee.loss(trainee.model, batching.collate(rows, pad_id=0))
         draft, teacher = (
@@ -87,9 +87,9 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     # The plain mask does not know where one reply ends and the next begins.
     rows[0]["loss_spans"] = [[3, 11]]
     own = load_target(str(world.target), "cpu")
-    draft = DraftConfig(family="eagle3", vocab=vocab, steps=3)
+    draft = Eagle3Settings(vocab=vocab, steps=3)
     settings = DistillConfig(draft=draft, loss="soft_ce")
-    trainee = family_trainer("eagle3").build(FamilyContext(settings, own, rows))
+    trainee = settings.draft.build(FamilyContext(settings, own, rows))
     ours = trainee.model
     trainee.model = ReferenceEagleTrainer(
         ours.net, ours.head, ours.embedding, ours.criterion, ours.weights, ours.steps

@@ -35,9 +35,10 @@ from tests.worlds import ROOT
 from train.data import batching
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.eagle import Eagle3Settings
 
 TARGET = str(ROOT / "assets" / "target")
 V, WIDTH, LAYERS = 4096, 256, 12
@@ -347,12 +348,12 @@ def test_the_targets_name_is_needed(own: Target, tmp_path: Path) -> None:
 
 SERVER = os.environ.get("LLAMA_SERVER", "") or shutil.which("llama-server")
 served_only = pytest.mark.skipif(not SERVER, reason="LLAMA_SERVER and $PATH have no llama-server")
-FITTED: dict[str, DraftConfig] = {
-    "eagle3": DraftConfig("eagle3", steps=3, vocab=400),
-    "eagle3, norms": DraftConfig("eagle3", steps=3, vocab=0, norms=["norm_before_residual", "norm_before_fc"]),
-    "eagle3, narrow": DraftConfig("eagle3", steps=3, vocab=400, width=128, taps=[1, 5, 10]),
-    "dflash": DraftConfig("dflash", block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
-    "dspark": DraftConfig("dspark", block=4, vocab=400, anchors=1.0, markov_rank=32),
+FITTED: dict[str, FamilySettings] = {
+    "eagle3": Eagle3Settings(steps=3, vocab=400),
+    "eagle3, norms": Eagle3Settings(steps=3, vocab=0, norms=["norm_before_residual", "norm_before_fc"]),
+    "eagle3, narrow": Eagle3Settings(steps=3, vocab=400, width=128, taps=[1, 5, 10]),
+    "dflash": DFlashSettings(block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
+    "dspark": DSparkSettings(block=4, vocab=400, anchors=1.0, markov_rank=32),
 }  # fmt: skip
 """Drafts of at least 3 tokens in a round."""
 STEPS = {"eagle3": 12, "dflash": 28, "dspark": 26}
@@ -377,7 +378,7 @@ def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             return made[name]
         settings = DistillConfig(draft=FITTED[name], weights=LossWeights(divergence=1.0), loss="hard_ce")  # fmt: skip
         torch.manual_seed(0)
-        trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, texts))
+        trainee = settings.draft.build(FamilyContext(settings, own, texts))
         with torch.no_grad():  # norms that are all ones could be exchanged unseen
             for key, value in trainee.model.named_parameters():
                 if "norm" in key:

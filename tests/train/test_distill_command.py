@@ -23,7 +23,7 @@ from train.data import batching, mixture, sample_store
 from train.data.manifest import read_manifest
 from train.data.mixture import Mixture
 from train.distill import DistillConfig, build_draft
-from train.families.config import DraftConfig
+from train.families.settings.causal import CausalSettings
 from train.trainer import loop
 
 COMMAND = "train/distill.py"
@@ -443,7 +443,7 @@ def test_samples_longer_than_the_draft_are_said(
          "finish_reason": "length"}
         for n in (10, 16, 17, 30)
     ]  # fmt: skip
-    settings = DistillConfig(draft=DraftConfig("causal", init=str(small)))
+    settings = DistillConfig(draft=CausalSettings(init=str(small)))
     with pytest.warns(UserWarning, match="2 of 4 samples have labels beyond .* context of 16"):
         build_draft(settings, target, Mixture([rows], [1.0]))  # type: ignore[list-item]
     with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""Draft families in training. `train.families.registry.family_trainer(name)` gives the FamilyTrainer of a family.
+"""Draft families in training: a family is a class of settings, whose `build` gives a TrainableDraft.
 
-    base.py           FamilyTrainer, TrainableDraft, FamilyContext: what a family brings to training
-    config.py         DraftConfig, the settings of the draft
-    registry.py       the trainer of each family in decode/drafts/registry.py
+    registry.py       the trained families by name
+    settings/         their settings, which are read without torch
+    base.py           TrainableDraft, FamilyContext: what a family brings to training and what it is built from
     causal.py         a small language model
     eagle.py          EAGLE-1 and EAGLE-3;  ttt_attention.py  attention of EAGLE-3's training-time test
     medusa.py         Medusa heads, also together with the target
@@ -11,7 +11,6 @@
     blocks.py         drafts of a block in one pass: PARD, P-EAGLE;  dflash.py  DFlash, DSpark
     slots.py          which positions of such drafts are trained, and their loss: block_loss.py
     lora_target.py    the target in training itself
-    head_init.py      initial weights of heads, and checks of settings and target
     head_loss.py      the loss of heads at supervised target rows, and weights of their steps
     alignment.py      which input, label, teacher row and position belong together
 

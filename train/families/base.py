@@ -1,32 +1,37 @@
-"""What a draft family brings to training: a `FamilyTrainer`, which builds a `TrainableDraft` from a `FamilyContext`."""
+"""A draft in training, what it is built from, and what heads of several families begin with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.model.hidden_states import HiddenStateSpec
+from decode.drafts.registry import draft_family
+from decode.model.hidden_states import HiddenStateSpec, check_aux_layers
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
+from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
 from train.teacher.served import StatesServerConfig
 
+Net = TypeVar("Net", bound=nn.Module)
+Config = dict[str, Any]
+"""config.json of a draft."""
 
-class FamilySettings(Protocol):
-    """The settings of train/distill.py that families read."""
 
-    draft: DraftConfig
+class LossSettings(Protocol):
+    """The settings of train/distill.py that families read, besides their own."""
+
     loss: Any
     divergence: DivergenceConfig
     weights: LossWeights
@@ -37,7 +42,7 @@ class FamilySettings(Protocol):
 class FamilyContext:
     """What a draft is built from."""
 
-    config: FamilySettings
+    config: LossSettings
     target: Target
     rows: Sequence[SampleRow]
     """All samples, cut to length."""
@@ -99,50 +104,37 @@ class TrainableDraft:
         raise NotImplementedError
 
     def language_model(self) -> ModelRunner:
-        """The draft as a model that writes text without the target; only where `FamilyTrainer.decodes_alone`."""
+        """The draft as a model that writes text without the target; only where its family `decodes_alone`."""
         raise NotImplementedError
 
 
-class FamilyTrainer:
-    """All that training and publishing know about one draft family. One subclass per family, without state.
+class TrainableHead(TrainableDraft):
+    """A net of its own on the target's hidden states in training; `config` is its config.json."""
 
-    decode/drafts/registry.py names the subclass and says how the saved draft is loaded, and how engines serve it.
-    """
+    def __init__(
+        self,
+        context: FamilyContext,
+        net: Any,
+        config: Config,
+        loss: Callable[[Callable[[Tensor], Tensor], Tensor], nn.Module],
+        draft: Callable[[], Draft],
+    ):
+        """`loss` makes the module that computes it, of what gives the target's logits of the teacher's rows and of the
+        target's embedding; `draft` makes what decodes with the net."""
+        target = context.target
+        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
+        self.net, self.config, self.target, self.make_draft = net, config, target, draft
+        self.teacher = context.teacher(net.aux_layers)
+        embedding = target.runner.model.get_input_embeddings().weight.detach()
+        self.model = loss(self.teacher.head, embedding)
+        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
+        self.metadata = {}
 
-    settings: ClassVar[frozenset[str]]
-    """Fields of DraftConfig that the family reads, `family` apart."""
-    description: ClassVar[str]
-    """What such a draft is, for the model card, with an article."""
-    hub_tag: ClassVar[str]
-    """The family's tag on the Hub."""
-    is_language_model: ClassVar[bool] = False
-    """The saved folder is a language model that transformers loads; False: heads."""
-    decodes_alone: ClassVar[bool] = False
-    """The draft can write text without the target, as on-policy training needs."""
-    trains_target: ClassVar[bool] = False
-    """The target's weights are trained as well."""
-    target_folder: ClassVar[str] = "target"
-    """Where a target that was trained as well is in the saved folder; ".": the folder itself is that target."""
+    def to_draft(self) -> Draft:
+        return self.make_draft()
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        """The draft in training. UserError if settings, target and samples do not fit together."""
-        raise NotImplementedError
-
-    def check_settings(self, s: DraftConfig) -> None:
-        """UserError for a setting that would be ignored and makes the run another than was asked for."""
-        if s.lora_rank and "lora_rank" not in self.settings:
-            raise UserError(
-                f"draft.lora_rank adapts a causal draft, and draft.family is {s.family}: set it to 0"
-            )
-
-    def unused_settings(self, s: DraftConfig) -> list[str]:
-        """Names of settings that differ from their defaults and that neither this family nor its target reads."""
-        defaults = vars(DraftConfig())
-        return [
-            name
-            for name, value in vars(s).items()
-            if name not in {"family", "attention", *self.settings} and value != defaults[name]
-        ]
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
 
 
 def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
@@ -151,3 +143,41 @@ def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 def model_dtype(target: Target) -> torch.dtype:
     return target.runner.model.dtype
+
+
+def load_saved_config(init: str, family: str) -> Config:
+    """config.json of the draft in `init`, whose training is continued. UserError if it is no draft of this family."""
+    found = draft_family(init)
+    if found != family:
+        what = "no saved heads" if found == "causal" else f"heads of family {found!r}"
+        raise UserError(
+            f"draft.init {init!r} holds {what}: give a draft directory of family {family!r}"
+        )
+    return importers.read_checkpoint(importers.resolve_folder(init)).config
+
+
+def check_widths(target: Target) -> None:
+    """UserError unless the target's embedding and LM head are as wide as its layers."""
+    model, hidden = target.runner.model, target.runner.config.hidden_size
+    for what, part in (
+        ("embedding", model.get_input_embeddings()),
+        ("LM head", model.get_output_embeddings()),
+    ):
+        if part.weight.shape[1] != hidden:
+            raise UserError(
+                f"{target.name!r} has an {what} of width {part.weight.shape[1]} and layers of width {hidden}, and "
+                "heads need one width for all: train a causal draft for it"
+            )
+
+
+def random_init(net: Net) -> Net:
+    """Sets matrices in place so that outputs have the size of inputs at any width; norms stay 1 and biases 0."""
+    for parameter in net.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return net
+
+
+def vocabulary_facts(ids: Tensor | None, counts: Tensor) -> dict[str, Any]:
+    """What draftsmith.json records of a reduced vocabulary `ids` [Vd]; {} for the whole one (None)."""
+    return {} if ids is None else {"vocabulary": vocab_mapping.describe(ids.cpu(), counts)}

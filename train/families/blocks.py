@@ -18,24 +18,13 @@ from decode.model.masks import recomputed, run_now
 from decode.model.recurrent import has_recurrent_layers
 from train.data import vocab_mapping
 from train.data.batching import Batch
-from train.families.base import FamilyContext, TrainableDraft
+from train.families.base import FamilyContext, TrainableDraft, TrainableHead, vocabulary_facts
 from train.families.block_loss import BlockLoss
-from train.families.causal import Causal, TrainableCausal, output_projection
-from train.families.eagle import Eagle3, TrainableEagle, init_eagle3, vocabulary_facts
+from train.families.causal import TrainableCausal, output_projection
+from train.families.eagle import init_eagle3
+from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.slots import BlockMask, BlockSlots, Retention, choose_mask_token, draw_depths
 from train.teacher.live import TeacherOutput, run_for_states
-
-
-class Pard(Causal):
-    """Trains a small language model to draft a block in one pass, from the same weights as a causal draft."""
-
-    settings = Causal.settings | {"block", "retention", "min_retention", "mask_token"}
-    description = "a small language model that drafts in parallel (PARD)"
-    hub_tag = "pard"
-    decodes_alone = False
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainablePard(context)
 
 
 class TrainablePard(TrainableCausal):
@@ -44,18 +33,19 @@ class TrainablePard(TrainableCausal):
     def make_trainer(
         self, context: FamilyContext, head: Callable[[Tensor], Tensor], ids: Tensor | None
     ) -> nn.Module:
+        s = self.settings
+        assert isinstance(s, PardSettings)
         if has_recurrent_layers(decoder_config(self.lm)):
             raise UserError(
                 "a PARD draft reads masks that later passes overwrite, which recurrent layers cannot do: train a "
                 "draft.init with attention alone, or draft.family causal"
             )
-        s = context.config.draft
         saved = self.lm.config.to_dict().get(MASK_FIELD)
         size = self.lm.get_input_embeddings().weight.shape[0]
         self.mask_token = choose_mask_token(s.mask_token, saved, size, context.rows)
         setattr(self.lm.config, MASK_FIELD, self.mask_token)
         self.lm.config.spd_type = "pard"
-        return PardTrainer(self.lm, self.mask_token, context, head, ids)
+        return PardTrainer(self.lm, self.mask_token, context, s, head, ids)
 
     def to_draft(self) -> Draft:
         return PardDraft(self.language_model(), self.mask_token)
@@ -69,11 +59,11 @@ class PardTrainer(nn.Module):
         lm: Any,
         mask_token: int,
         context: FamilyContext,
+        s: PardSettings,
         head: Callable[[Tensor], Tensor],
         ids: Tensor | None,
     ):
         super().__init__()
-        s = context.config.draft
         self.lm, self.mask_token, self.block = lm, mask_token, s.block
         self.retention = Retention(s.retention, s.min_retention)
         self.finish = LogitTransform(lm)
@@ -108,42 +98,22 @@ class PardTrainer(nn.Module):
         return loss(teacher, states[line, column], label, block, depth, previous)
 
 
-class PEagle(Eagle3):
-    """Trains a P-EAGLE head: EAGLE-3's network, which reads masks in place of its own states."""
+def build_peagle(context: FamilyContext, s: PEagleSettings) -> TrainableDraft:
+    target = context.target
+    counts = vocab_mapping.count_tokens(context.rows, target.runner.vocab_size)
+    size = target.runner.embedding_rows
+    mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
+    net, config = init_eagle3(context, s, counts, mask)
+    assert isinstance(net, Eagle3Model)
 
-    settings = frozenset(
-        {"init", "vocab", "taps", "width", "norms", "block", "retention", "min_retention"}
-    ) | {"mask_token", "activation_checkpointing"}
-    description = "a P-EAGLE head"
-    hub_tag = "p-eagle"
+    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
+        return PEagleTrainer(net, head, embedding, context, s)
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        s, target = context.config.draft, context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.runner.vocab_size)
-        size = target.runner.embedding_rows
-        mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
-        net, config = init_eagle3(context, counts, mask)
-        draft = TrainablePEagle(context, "peagle", net, config, s.block)
-        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
-            net.ids, counts
-        )
-        return draft
-
-
-class TrainablePEagle(TrainableEagle):
-    """A P-EAGLE head in training; `config` is its config.json."""
-
-    def make_trainer(
-        self,
-        context: FamilyContext,
-        head: Callable[[Tensor], Tensor],
-        embedding: Tensor,
-        steps: int,
-    ) -> nn.Module:
-        return PEagleTrainer(self.net, head, embedding, context)
-
-    def to_draft(self) -> Draft:
-        return PEagleDraft(self.net, self.target, self.name)
+    draft = TrainableHead(context, net, config, loss, lambda: PEagleDraft(net, target, s.family))
+    draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+        net.ids, counts
+    )
+    return draft
 
 
 class PEagleTrainer(nn.Module):
@@ -155,9 +125,9 @@ class PEagleTrainer(nn.Module):
         head: Callable[[Tensor], Tensor],
         embedding: Tensor,
         context: FamilyContext,
+        s: PEagleSettings,
     ):
         super().__init__()
-        s = context.config.draft
         self.net, self.block = net, s.block
         self.run = recomputed if s.activation_checkpointing else run_now
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised

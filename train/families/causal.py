@@ -28,28 +28,12 @@ from decode.model.loading import (
 from decode.model.runner import ModelRunner
 from train.data import vocab_mapping
 from train.data.batching import Batch
-from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, matrix_parameters
-from train.families.config import DraftConfig
-from train.families.head_init import check_against_saved
+from train.families.base import FamilyContext, TrainableDraft, matrix_parameters
+from train.families.settings.base import vocab_size
+from train.families.settings.causal import CausalSettings
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput, compute_hidden_states
-
-
-class Causal(FamilyTrainer):
-    """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
-
-    settings = frozenset(
-        {"init", "layers", "keep_layers", "choice_tokens", "init_config", "lora_rank", "vocab"}
-        | {"activation_checkpointing"}
-    )
-    description = "a small language model"
-    hub_tag = "assisted-generation"
-    is_language_model = True
-    decodes_alone = True
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainableCausal(context)
 
 
 class TrainableCausal(TrainableDraft):
@@ -59,22 +43,21 @@ class TrainableCausal(TrainableDraft):
     in the text that it writes for on-policy training. The saved model is whole, with the ids beside it.
     """
 
-    def __init__(self, context: FamilyContext):
-        config, target = context.config.draft, context.target
-        self.lm = build_causal_lm(config, target, context.device, context.init_shape).train()
+    def __init__(self, context: FamilyContext, s: CausalSettings):
+        self.settings, target = s, context.target
+        self.lm = build_causal_lm(s, target, context.device, context.init_shape).train()
         check_same_kind(self.lm, target)
         if not self.lm.config.is_encoder_decoder:
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
-        if config.activation_checkpointing:
+        if s.activation_checkpointing:
             attention.recompute_layers(self.lm)
         self.adapters: LoraAdapters | None = None
-        self.lora_rank = config.lora_rank
-        if config.lora_rank and not config.keep_layers:
-            base = "" if config.layers else config.init  # a model that was cut lies nowhere
-            self.adapters = LoraAdapters(self.lm, config.lora_rank, base)
+        if s.lora_rank and not s.keep_layers:
+            base = "" if s.layers else s.init  # a model that was cut lies nowhere
+            self.adapters = LoraAdapters(self.lm, s.lora_rank, base)
         self.tokenizer = target.tokenizer
         self.teacher = context.teacher(None)
-        ids, self.metadata = init_vocabulary(context)
+        ids, self.metadata = init_vocabulary(context, s)
         self.ids = ids
         self.model = self.make_trainer(context, self.teacher.head, ids)
         self.muon_parameters = matrix_parameters(layer_stack(self.lm))
@@ -88,8 +71,8 @@ class TrainableCausal(TrainableDraft):
     def keep_layers(self, layers: Sequence[int]) -> None:
         """Leaves the draft these layers alone, as draft.layers does. To be called before it is trained or wrapped."""
         cut_layers(self.lm, layers)
-        if self.lora_rank:
-            self.adapters = LoraAdapters(self.lm, self.lora_rank, "")
+        if self.settings.lora_rank:
+            self.adapters = LoraAdapters(self.lm, self.settings.lora_rank, "")
         self.muon_parameters = matrix_parameters(layer_stack(self.lm))
 
     def to_draft(self) -> Draft:
@@ -165,32 +148,37 @@ def output_projection(lm: Any, ids: Tensor | None) -> tuple[Callable[..., Tensor
     return F.linear, [x.index_select(0, ids) for x in (head.weight, head.bias) if x is not None]
 
 
-def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, Any]]:
+def init_vocabulary(
+    context: FamilyContext, s: CausalSettings
+) -> tuple[Tensor | None, dict[str, Any]]:
     """(ids [Vd] of the tokens that the draft learns to draft, or None for all; what draftsmith.json records of them).
 
     The ids are those of the draft in draft.init if it has a reduced vocabulary, else the draft.vocab most frequent
     tokens, always with those that end a text.
     """
-    s, target = context.config.draft, context.target
-    vocab = target.runner.vocab_size
+    target, vocab = context.target, context.target.runner.vocab_size
     ids = None
     if context.init_shape is not None:  # of a draft on the Hub the whole vocabulary is counted
         ids = draft_vocab.read_ids(s.init, vocab, {})
     elif s.init:
         ids = load_ids(s.init, vocab)
     if ids is not None:
-        check_against_saved(s, vocab=len(ids))
-    elif s.vocab_size(vocab) == vocab:
+        if s.vocab not in (None, len(ids)):
+            raise UserError(
+                f"draft.vocab is {s.vocab}, and the draft in draft.init, {s.init!r}, has {len(ids)}: leave it out or "
+                "start anew without draft.init"
+            )
+    elif vocab_size(s.vocab, vocab) == vocab:
         return None, {}
     counts = vocab_mapping.count_tokens(context.rows, vocab)
     if ids is None:
-        ids = vocab_mapping.build(counts, s.vocab_size(vocab), sorted(target.eos))
+        ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab), sorted(target.eos))
     assert ids is not None  # as it is smaller than the vocabulary
     facts = {"vocabulary": vocab_mapping.describe(ids, counts)}
     return ids.to(context.device), facts
 
 
-def build_causal_lm(s: DraftConfig, target: Target, device: str, shape: Any = None) -> Any:
+def build_causal_lm(s: CausalSettings, target: Target, device: str, shape: Any = None) -> Any:
     """A trainable causal LM in fp32 whose vocabulary is the target's. With draft.keep_layers it still has all layers
     (see train/trainer/layer_choice.py); with `shape`, the config of draft.init, no weight is read."""
     cut = bool(s.layers) or s.keep_layers > 0
@@ -210,7 +198,7 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str, shape: Any = No
     return model
 
 
-def load_init(s: DraftConfig, target: Target, device: str, shape: Any = None) -> Any:
+def load_init(s: CausalSettings, target: Target, device: str, shape: Any = None) -> Any:
     """The small LM in draft.init, in fp32, with the target's vocabulary."""
     family = read_metadata(s.init).get("family", "causal")
     if family not in ("causal", s.family):
@@ -288,7 +276,7 @@ class LoraAdapters:
         merged.save_pretrained(out, safe_serialization=True)
 
 
-def check_layers(model: Any, s: DraftConfig) -> None:
+def check_layers(model: Any, s: CausalSettings) -> None:
     """UserError for draft.layers or draft.keep_layers that `model` cannot be cut to."""
     depth, whole = decoder_config(model).num_hidden_layers, model.config.is_encoder_decoder
     layers = s.layers

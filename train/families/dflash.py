@@ -1,15 +1,13 @@
 """DFlash and DSpark in training: blocks at drawn anchors, over the target's states as context."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.checkpoints import block_layouts, layouts
+from decode.checkpoints import layouts
 from decode.drafts import blocks
-from decode.drafts.base import Draft
 from decode.drafts.blocks import DFlashDraft
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
@@ -29,72 +27,37 @@ from decode.model.masks import (
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import (
-    FamilyContext,
-    FamilyTrainer,
-    TrainableDraft,
-)
-from train.families.block_loss import BlockLoss
-from train.families.config import DraftConfig
-from train.families.eagle import (
-    DEFAULT_VOCAB,
-    TrainableEagle,
-    hidden_state_rms,
-    valid_slot_indices,
-    vocabulary_facts,
-)
-from train.families.head_init import (
     Config,
-    check_against_saved,
+    FamilyContext,
+    TrainableDraft,
+    TrainableHead,
     check_widths,
     load_saved_config,
     random_init,
+    vocabulary_facts,
 )
+from train.families.block_loss import BlockLoss
+from train.families.eagle import hidden_state_rms, valid_slot_indices
+from train.families.settings.base import DEFAULT_VOCAB, vocab_size
+from train.families.settings.dflash import DFlashSettings
 from train.families.slots import Retention, choose_mask_token, draw_depths
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
 
-class DFlash(FamilyTrainer):
-    """Trains a DFlash head: layers over a block of masks, which read the target's states as keys and values."""
+def build_dflash(context: FamilyContext, s: DFlashSettings) -> TrainableDraft:
+    """A DFlash or DSpark head in training."""
+    counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
+    net, config = init_dflash(context, s, counts)
 
-    settings = frozenset({"init", "vocab", "taps", "block", "depth", "anchors", "mask_token"}) | {
-        "activation_checkpointing"
-    }
-    description = "a DFlash head"
-    hub_tag = "dflash"
-    name = "dflash"
+    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
+        return DFlashTrainer(net, head, embedding, context, s)
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
-        net, config = init_dflash(self.name, context, counts)
-        draft = TrainableDFlash(context, self.name, net, config, net.max_tokens)
-        draft.metadata = vocabulary_facts(net.ids, counts)
-        return draft
-
-
-class DSpark(DFlash):
-    """Trains a DSpark head: DFlash with a low-rank correction by the token before and a confidence."""
-
-    settings = DFlash.settings | {"markov_rank"}
-    description = "a DSpark head"
-    hub_tag = "dspark"
-    name = "dspark"
-
-
-class TrainableDFlash(TrainableEagle):
-    """A DFlash or DSpark head in training; `config` is its config.json."""
-
-    def make_trainer(
-        self,
-        context: FamilyContext,
-        head: Callable[[Tensor], Tensor],
-        embedding: Tensor,
-        steps: int,
-    ) -> nn.Module:
-        return DFlashTrainer(self.net, head, embedding, context)
-
-    def to_draft(self) -> Draft:
-        return DFlashDraft(self.net, self.target, self.name)
+    draft = TrainableHead(
+        context, net, config, loss, lambda: DFlashDraft(net, context.target, s.family)
+    )
+    draft.metadata = vocabulary_facts(net.ids, counts)
+    return draft
 
 
 class DFlashTrainer(nn.Module):
@@ -109,9 +72,9 @@ class DFlashTrainer(nn.Module):
         head: Callable[[Tensor], Tensor],
         embedding: Tensor,
         context: FamilyContext,
+        s: DFlashSettings,
     ):
         super().__init__()
-        s = context.config.draft
         self.net = net
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
         self.run = recomputed if s.activation_checkpointing else run_now
@@ -229,51 +192,21 @@ def _repeat_heads(groups: int, *tensors: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(groups, 1) for x in tensors]
 
 
-def new_config(
-    name: str,
-    s: DraftConfig,
-    target_config: Any,
-    vocab: int,
-    size: int,
-    layers: Sequence[int],
-    mask_token: int,
-) -> Config:
-    """config.json of a new draft with `size` tokens in its vocabulary."""
-    rank = s.markov_rank if name == "dspark" else 0
-    return block_layouts.dflash_config(
-        target_config,
-        vocab,
-        size,
-        layers,
-        s.depth,
-        s.block if rank else s.block + 1,  # DFlash's anchor takes a slot that predicts nothing
-        mask_token,
-        rank,
-    )
-
-
-def init_dflash(name: str, context: FamilyContext, counts: Tensor) -> tuple[DFlashModel, Config]:
+def init_dflash(
+    context: FamilyContext, s: DFlashSettings, counts: Tensor
+) -> tuple[DFlashModel, Config]:
     """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
-    s, target, device = context.config.draft, context.target, context.device
+    target, device, vocab = context.target, context.device, context.target.runner.vocab_size
     check_widths(target)
-    vocab = target.runner.vocab_size
     if s.init:
-        config = load_saved_config(s, name)
-        size, mask = config["draft_vocab_size"], config["dflash_config"]["mask_token_id"]
-        check_against_saved(
-            s,
-            vocab=0 if size == vocab else size,
-            taps=config["eagle_aux_hidden_state_layer_ids"],
-            depth=config["num_hidden_layers"],
-            block=config["block_size"] - (name == "dflash"),
-            mask_token=mask,
-        )
+        config = load_saved_config(s.init, s.family)
+        s.continued(config, target.runner.config.num_hidden_layers)
         return blocks.load_dflash(s.init, target, device, "float32").net, config
     layers = tuple(s.taps) or layouts.default_aux_layers(target.runner.config.num_hidden_layers)
-    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
+    ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
     mask = choose_mask_token(s.mask_token, None, target.runner.embedding_rows, context.rows)
-    config = new_config(name, s, target.runner.config, vocab, size, layers, mask)
+    config = s.new_config(target.runner.config, vocab, size, layers, mask)
     taps = HiddenStateSpec(layers)
     net = random_init(DFlashModel(llama_config(config), taps, ids, LMHead(target.runner.model)))
     start = target.runner.model.get_output_embeddings().weight.detach().cpu()

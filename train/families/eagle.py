@@ -1,8 +1,6 @@
 """EAGLE-1 and EAGLE-3 heads in training: losses and training-time test (Li et al. 2024, 2025)."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,66 +8,72 @@ from torch import Tensor, nn
 from decode.checkpoints import eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts import eagle
-from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateSpec, LMHead, check_aux_layers
-from decode.model.loading import Target
+from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.masks import recomputed, run_now
 from train.data import batching, vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
-    FamilyContext,
-    FamilyTrainer,
-    TrainableDraft,
-    matrix_parameters,
-    model_dtype,
-)
-from train.families.config import DraftConfig
-from train.families.head_init import (
     Config,
-    check_against_saved,
+    FamilyContext,
+    TrainableDraft,
+    TrainableHead,
     check_widths,
     load_saved_config,
     random_init,
+    vocabulary_facts,
 )
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.settings.base import DEFAULT_VOCAB, vocab_size
+from train.families.settings.eagle import (
+    Eagle1Settings,
+    Eagle3Settings,
+    EagleNetSettings,
+    LayeredHeadSettings,
+)
 from train.families.ttt_attention import TestTimeAttention
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
 
-class Eagle1(FamilyTrainer):
-    """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
+def build_eagle1(context: FamilyContext, s: Eagle1Settings) -> TrainableDraft:
+    target, device = context.target, context.device
+    check_widths(target)
+    if s.init:
+        config = load_saved_config(s.init, s.family)
+        net = eagle.load(s.init, target, device, "float32").net
+    else:
+        config = eagle_layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
+        new = Eagle1Model(llama_config(config), LMHead(target.runner.model))
+        net = random_init(new).to(device)
+    return trainable_eagle(context, s, net, config, 1)
 
-    settings = frozenset({"init", "activation_checkpointing"})
-    description = "an EAGLE-1 head"
-    hub_tag = "eagle"
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        net, config = init_eagle1(context.config.draft, context.target, context.device)
-        return TrainableEagle(context, "eagle1", net, config, 1)
-
-
-class Eagle3(FamilyTrainer):
-    """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
-
-    settings = frozenset(
-        {"init", "steps", "vocab", "taps", "width", "norms", "activation_checkpointing"}
+def build_eagle3(context: FamilyContext, s: Eagle3Settings) -> TrainableDraft:
+    counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
+    net, config = init_eagle3(context, s, counts)
+    draft = trainable_eagle(context, s, net, config, s.steps)
+    draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+        net.ids, counts
     )
-    description = "an EAGLE-3 head"
-    hub_tag = "eagle3"
+    return draft
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
-        net, config = init_eagle3(context, counts)
-        draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
-        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
-            net.ids, counts
-        )
-        return draft
+
+def trainable_eagle(
+    context: FamilyContext, s: LayeredHeadSettings, net: EagleModel, config: Config, steps: int
+) -> TrainableHead:
+    """An EAGLE head in training whose slots are run `steps` times."""
+    weights, again = context.config.weights, s.activation_checkpointing
+
+    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
+        return EagleTrainer(net, head, embedding, context.criterion(), weights, steps, again)
+
+    return TrainableHead(
+        context, net, config, loss, lambda: EagleDraft(net, context.target, s.family)
+    )
 
 
 class EagleTrainer(nn.Module):
@@ -156,39 +160,6 @@ class EagleTrainer(nn.Module):
         return valid
 
 
-class TrainableEagle(TrainableDraft):
-    """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
-
-    trainer = EagleTrainer
-
-    def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
-        target = context.target
-        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
-        self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.aux_layers)
-        embedding = target.runner.model.get_input_embeddings().weight.detach()
-        self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
-        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
-        self.metadata = {}
-
-    def make_trainer(
-        self,
-        context: FamilyContext,
-        head: Callable[[Tensor], Tensor],
-        embedding: Tensor,
-        steps: int,
-    ) -> nn.Module:
-        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
-        weights, again = context.config.weights, context.config.draft.activation_checkpointing
-        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps, again)
-
-    def to_draft(self) -> Draft:
-        return EagleDraft(self.net, self.target, self.name)
-
-    def save(self, folder: Path) -> None:
-        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
-
-
 def valid_slot_indices(valid: Tensor) -> Tensor:
     """[B, M] int64: the indices in each row where valid [B, T] is True, rising; M is their largest number, at least 1.
 
@@ -198,53 +169,24 @@ def valid_slot_indices(valid: Tensor) -> Tensor:
     return (~valid).long().argsort(dim=1, stable=True)[:, :count]
 
 
-DEFAULT_VOCAB = 32_000
-"""Size of an EAGLE-3 draft's vocabulary where draft.vocab does not say it: that of its authors."""
-
-
-def vocabulary_facts(ids: Tensor | None, counts: Tensor) -> dict[str, Any]:
-    """What draftsmith.json records of a reduced vocabulary `ids` [Vd]; {} for the whole one (None)."""
-    return {} if ids is None else {"vocabulary": vocab_mapping.describe(ids.cpu(), counts)}
-
-
-def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel, Config]:
-    """(net, its config.json)."""
-    check_widths(target)
-    if s.init:
-        config = load_saved_config(s, "eagle1")
-        return eagle.load(s.init, target, device, "float32").net, config
-    config = eagle_layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
-    return random_init(Eagle1Model(llama_config(config), LMHead(target.runner.model))).to(
-        device
-    ), config
-
-
 def init_eagle3(
-    context: FamilyContext, counts: Tensor, mask_token: int | None = None
+    context: FamilyContext, s: EagleNetSettings, counts: Tensor, mask_token: int | None = None
 ) -> tuple[EagleModel, Config]:
     """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows.
 
     With a `mask_token` it is P-EAGLE.
     """
-    s, target, device = context.config.draft, context.target, context.device
+    target, device = context.target, context.device
     check_widths(target)
     depth, vocab = target.runner.config.num_hidden_layers, target.runner.vocab_size
     if s.taps != sorted(set(s.taps)):
         raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
     if s.init:
-        config = load_saved_config(s, s.family)
-        size, taps = config["draft_vocab_size"], list(eagle_layouts.aux_layers(config, depth))
-        check_against_saved(
-            s,
-            vocab=0 if size == vocab else size,
-            width=config["hidden_size"],
-            taps=taps,
-            norms=eagle_layouts.saved_norms(config),
-            mask_token=config.get("mask_token_id"),
-        )
+        config = load_saved_config(s.init, s.family)
+        s.continued(config, depth)
         return eagle.load_net(s.init, target, device, "float32")[0], config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
-    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
+    ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
     config = eagle_layouts.eagle3_config(
         target.runner.config, vocab, size, layers, s.width, s.norms

@@ -8,12 +8,11 @@ they are the text. Only behind a rejected token are states others than the ones 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import head_layouts, layouts
+from decode.checkpoints import layouts
 from decode.drafts import early_exit
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter, copy_final_norm
@@ -25,38 +24,27 @@ from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
     FamilyContext,
-    FamilyTrainer,
     TrainableDraft,
-    matrix_parameters,
-    model_dtype,
-)
-from train.families.config import DraftConfig
-from train.families.eagle import DEFAULT_VOCAB, vocabulary_facts
-from train.families.head_init import (
-    check_against_saved,
     check_widths,
     load_saved_config,
+    matrix_parameters,
+    model_dtype,
+    vocabulary_facts,
 )
 from train.families.head_loss import loss_and_metrics
+from train.families.settings.base import DEFAULT_VOCAB, vocab_size
+from train.families.settings.layerskip import LayerSkipSettings
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
 
-class LayerSkip(FamilyTrainer):
-    """Trains an exit adapter on a frozen target."""
-
-    settings = frozenset({"init", "vocab", "exit_layer", "exit_width"})
-    description = "a trained early exit"
-    hub_tag = "layerskip"
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        target = context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.runner.vocab_size)
-        adapter = init_adapter(context.config.draft, target, context.device, counts)
-        draft = TrainableExit(context, adapter)
-        draft.metadata = vocabulary_facts(adapter.ids, counts)
-        return draft
+def build_exit(context: FamilyContext, s: LayerSkipSettings) -> TrainableDraft:
+    counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
+    adapter = init_adapter(s, context.target, context.device, counts)
+    draft = TrainableExit(context, adapter)
+    draft.metadata = vocabulary_facts(adapter.ids, counts)
+    return draft
 
 
 class TrainableExit(TrainableDraft):
@@ -120,33 +108,14 @@ def supervised_positions(batch: Batch) -> Tensor:
     return Alignment(batch.input_ids, batch.loss_mask, 1, batch.documents).causal().valid
 
 
-def init_adapter(s: DraftConfig, target: Target, device: str, counts: Tensor) -> ExitAdapter:
+def init_adapter(s: LayerSkipSettings, target: Target, device: str, counts: Tensor) -> ExitAdapter:
     """A saved adapter, or a new one that drafts as the plain early exit does, the most frequent tokens of `counts`."""
     check_widths(target)
     own, vocab = target.runner.config, target.runner.vocab_size
     if s.init:
-        config = load_saved_config(s, "layerskip")
-        size = config["draft_vocab_size"]
-        check_against_saved(
-            s,
-            exit_layer=config["exit_layer"],
-            exit_width=config["exit_width"],
-            vocab=0 if size == vocab else size,
-        )
+        s.continued(load_saved_config(s.init, s.family), own.num_hidden_layers)
         return early_exit.load_adapter(s.init, target, device, "float32")
-    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
-    config = exit_config(s, own, vocab, vocab if ids is None else len(ids))
+    ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))
+    config = s.new_config(own, vocab, vocab if ids is None else len(ids))
     check_exit(config["exit_layer"], own.num_hidden_layers)
     return ExitAdapter(config, copy_final_norm(target.runner.model), ids).to(device)
-
-
-def exit_config(s: DraftConfig, target_config: Any, vocab: int, size: int) -> dict[str, Any]:
-    """config.json of a new adapter with `size` tokens in its vocabulary."""
-    layer = draft_layers(s, target_config.num_hidden_layers)
-    width = s.exit_width or target_config.hidden_size
-    return head_layouts.exit_config(target_config, vocab, size, layer, width)
-
-
-def draft_layers(s: DraftConfig, layers: int) -> int:
-    """The number of first layers that draft: the setting, or a quarter of the target's `layers`."""
-    return s.exit_layer or max(1, layers // 4)

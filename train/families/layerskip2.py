@@ -21,40 +21,23 @@ from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.model.layer_stack import check_exit, final_norm, layer_stack
 from train.data.batching import Batch
-from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
-from train.families.config import DraftConfig
+from train.families.base import FamilyContext, TrainableDraft
 from train.families.head_loss import loss_and_metrics
-from train.families.layerskip import draft_layers
 from train.families.lora_target import LoraTarget, adapt_target
+from train.families.settings.layerskip import LayerSkip2Settings
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
-
-
-class LayerSkip2(FamilyTrainer):
-    """Trains the target for early exit; the saved folder is the new target and its draft."""
-
-    settings = frozenset(
-        {"exit_layer", "target_lora_rank", "layer_dropout", "exit_scale", "exit_period"}
-    )
-    description = "a target trained for early exit"
-    hub_tag = "layerskip"
-    is_language_model = True
-    trains_target = True
-    target_folder = "."
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainableLayerSkip2(context)
 
 
 class TrainableLayerSkip2(TrainableDraft):
     """A target in training for early exit."""
 
-    def __init__(self, context: FamilyContext):
-        s, target = context.config.draft, context.target
+    def __init__(self, context: FamilyContext, s: LayerSkip2Settings):
+        target = context.target
         count = target.runner.config.num_hidden_layers
-        self.target, self.layers = target, draft_layers(s, count)
+        self.target, self.layers = target, s.draft_layers(count)
         check_exit(self.layers, count)
-        self.lora_target = adapt_target(context)
+        self.lora_target = adapt_target(context, s.family, s.target_lora_rank)
         self.model = LayerSkip2Trainer(self.lora_target, context.criterion(), s, self.layers)
         self.teacher = None
         self.muon_parameters = ()
@@ -83,7 +66,7 @@ class LayerSkip2Trainer(nn.Module):
     """
 
     def __init__(
-        self, lora_target: LoraTarget, criterion: Criterion, s: DraftConfig, exit_layer: int
+        self, lora_target: LoraTarget, criterion: Criterion, s: LayerSkip2Settings, exit_layer: int
     ):
         super().__init__()
         self.adapters = nn.ParameterList(lora_target.parameters())

@@ -59,15 +59,12 @@ class LoraTarget:
             self.target.tokenizer.save_pretrained(folder)
 
 
-def adapt_target(context: FamilyContext) -> LoraTarget:
-    """The context's target with adapters of `draft.target_lora_rank`. UserError for stored features, which would be
-    those of a target that no longer exists."""
-    s = context.config.draft
+def adapt_target(context: FamilyContext, family: str, rank: int) -> LoraTarget:
+    """The context's target with adapters of this rank. UserError for stored features, which would be those of a target
+    that no longer exists."""
     if context.feature_folder is not None:
-        raise UserError(
-            f"{s.family} trains the target as well: leave `features` empty, it runs live"
-        )
-    return LoraTarget(context.target, s.target_lora_rank)
+        raise UserError(f"{family} trains the target as well: leave `features` empty, it runs live")
+    return LoraTarget(context.target, rank)
 
 
 def linear_layer_names(model: Any) -> list[str]:

@@ -1,4 +1,9 @@
-"""Medusa heads in training: weights, loss against the target's distributions, and sizes (Cai et al. 2024)."""
+"""Medusa heads in training, on a frozen target or together with it (Cai et al. 2024).
+
+Medusa-2 trains the target by LoRA and keeps it close to the original by self-distillation: KL from its distribution
+with the adapters off. Decoding is exact for the new target, which differs from the original: it is saved beside the
+heads, and eval/checks/target_drift.py measures how far it moved.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,46 +21,31 @@ from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
     FamilyContext,
-    FamilyTrainer,
     TrainableDraft,
+    check_widths,
+    load_saved_config,
     matrix_parameters,
     model_dtype,
 )
-from train.families.config import DraftConfig
-from train.families.head_init import (
-    check_against_saved,
-    check_widths,
-    load_saved_config,
-)
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
 from train.families.lora_target import LoraTarget, adapt_target
+from train.families.settings.medusa import Medusa2Settings, MedusaSettings
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
 
-class Medusa(FamilyTrainer):
-    """Trains Medusa heads on a frozen target."""
-
-    settings = frozenset({"init", "heads", "head_layers"})
-    description = "Medusa heads"
-    hub_tag = "medusa"
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainableMedusa(context)
-
-
 class TrainableMedusa(TrainableDraft):
     """Medusa heads in training on a frozen target."""
 
-    def __init__(self, context: FamilyContext):
-        self.net = init_medusa(context.config.draft, context.target, context.device)
+    def __init__(self, context: FamilyContext, s: MedusaSettings):
+        self.net = init_medusa(s, context.target, context.device)
         self.target = context.target
         self.muon_parameters = matrix_parameters(self.net.blocks)
         self.metadata = {}
-        self.init_model(context)
+        self.init_model(context, s)
 
-    def init_model(self, context: FamilyContext) -> None:
+    def init_model(self, context: FamilyContext, s: MedusaSettings) -> None:
         """Sets `teacher` and `model`."""
         self.teacher = context.teacher(self.net.aux_layers)
         self.model = MedusaTrainer(
@@ -108,12 +98,11 @@ class MedusaTrainer(nn.Module):
         )
 
 
-def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
+def init_medusa(s: MedusaSettings, target: Target, device: str) -> MedusaModel:
     """Saved heads, or new ones whose logits are those of the target's LM head."""
     check_widths(target)
     if s.init:
-        config = load_saved_config(s, "medusa")
-        check_against_saved(s, heads=config["num_heads"], head_layers=config["num_hidden_layers"])
+        s.continued(load_saved_config(s.init, "medusa"), target.runner.config.num_hidden_layers)
         return medusa.load(s.init, target, device, "float32").net
     config = head_layouts.medusa_config(
         target.runner.config, s.heads, s.head_layers, target.runner.vocab_size
@@ -126,24 +115,15 @@ def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
     return net.to(device)
 
 
-class Medusa2(Medusa):
-    """Trains Medusa heads together with LoRA adapters of the target; saved as family `medusa`."""
-
-    settings = Medusa.settings | {"target_lora_rank"}
-    trains_target = True
-
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainableMedusa2(context)
-
-
 class TrainableMedusa2(TrainableMedusa):
     """Medusa heads and the target's LoRA adapters in training."""
 
     model: "Medusa2Trainer"
 
-    def init_model(self, context: FamilyContext) -> None:
+    def init_model(self, context: FamilyContext, s: MedusaSettings) -> None:
+        assert isinstance(s, Medusa2Settings)
         config, target = context.config, context.target
-        self.lora_target = adapt_target(context)
+        self.lora_target = adapt_target(context, s.family, s.target_lora_rank)
         self.model = Medusa2Trainer(self.net, self.lora_target, context.criterion(), config.weights)
         self.teacher = None
         self.low_lr_parameters = list(self.model.adapters)

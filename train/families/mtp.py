@@ -4,6 +4,7 @@ DeepSeek-AI, arXiv 2412.19437, section 2.2. One layer is run `steps` times, from
 in decoding. It learns the target's distribution, not the next word of the data.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from transformers import DynamicCache
 
 from decode.checkpoints import layouts
 from decode.drafts import mtp
-from decode.drafts.base import Draft
 from decode.drafts.mtp import MtpDraft, MtpModel
 from decode.model import attention
 from decode.model.hidden_states import LMHead
@@ -20,24 +20,29 @@ from decode.model.loading import Target
 from decode.model.masks import SlotMask
 from train.data.batching import Batch
 from train.families.alignment import Alignment
-from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, model_dtype
-from train.families.config import DraftConfig
-from train.families.eagle import EagleTrainer, TrainableEagle
-from train.families.head_init import Config, check_widths, load_saved_config
+from train.families.base import (
+    Config,
+    FamilyContext,
+    TrainableDraft,
+    TrainableHead,
+    check_widths,
+    load_saved_config,
+    model_dtype,
+)
+from train.families.eagle import EagleTrainer
 from train.families.head_loss import SupervisedRows
+from train.families.settings.mtp import MtpSettings
 
 
-class Mtp(FamilyTrainer):
-    """Trains an MTP layer: a layer of the target's own kind that continues its final hidden states."""
+def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:
+    net = init_mtp(s, context.target, context.device)
 
-    settings = frozenset({"init", "steps"})
-    description = "a multi-token prediction layer"
-    hub_tag = "mtp"
+    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
+        weights = context.config.weights
+        return MtpTrainer(net, head, embedding, context.criterion(), weights, s.steps)  # type: ignore[arg-type]
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        s = context.config.draft
-        net, config = init_mtp(s, context.target, context.device)
-        return TrainableMtp(context, "mtp", net, config, s.steps)
+    config = mtp_config(context.target)
+    return TrainableMtp(context, net, config, loss, lambda: MtpDraft(net, context.target, s.family))
 
 
 class MtpTrainer(EagleTrainer):
@@ -63,13 +68,8 @@ class MtpTrainer(EagleTrainer):
         return torch.stack(states, 1)
 
 
-class TrainableMtp(TrainableEagle):
-    """An MTP layer in training; `config` is its config.json."""
-
-    trainer = MtpTrainer
-
-    def to_draft(self) -> Draft:
-        return MtpDraft(self.net, self.target, self.name)
+class TrainableMtp(TrainableHead):
+    """An MTP layer in training, saved in the layout of its target's files."""
 
     def save(self, folder: Path) -> None:
         dtype = model_dtype(self.target)
@@ -81,22 +81,22 @@ class TrainableMtp(TrainableEagle):
         layouts.write_checkpoint(folder, config, mtp.to_files(tensors | cast, number))
 
 
-def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Config]:
-    """(net, its config.json): of the draft or target in draft.init, else a new layer that begins as the target's last.
+def init_mtp(s: MtpSettings, target: Target, device: str) -> MtpModel:
+    """The layer of the draft or target in draft.init, else a new one that begins as the target's last.
 
     A new one begins with the state alone: the weights for the token's embedding are small.
     """
     check_widths(target)
     if s.init:
-        load_saved_config(s, "mtp")
-        return mtp.load_net(s.init, target, device, "float32"), mtp_config(target)
+        load_saved_config(s.init, s.family)
+        return mtp.load_net(s.init, target, device, "float32")
     model = target.runner.model
     net = MtpModel(mtp.last_layer(model), LMHead(model))
     width = net.fc.out_features
     with torch.no_grad():
         nn.init.normal_(net.fc.weight, std=0.1 * width**-0.5)
         net.fc.weight[:, width:] += torch.eye(width)
-    return net.to(device), mtp_config(target)
+    return net.to(device)
 
 
 def mtp_config(target: Target) -> Config:

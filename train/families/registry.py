@@ -1,23 +1,51 @@
-"""The trainer of each draft family, found by the family's name in decode/drafts/registry.py."""
+"""The trained families: the settings class of each by name."""
 
-import importlib
+from typing import Annotated
 
 from decode.common.errors import UserError
-from decode.drafts.registry import DRAFT_FAMILIES
-from train.families.base import FamilyTrainer
+from decode.common.settings import OneOf
+from train.families.settings.base import FamilySettings
+from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
+from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
+from train.families.settings.medusa import Medusa2Settings, MedusaSettings
+from train.families.settings.mtp import MtpSettings
+
+TRAINED_FAMILIES: dict[str, type[FamilySettings]] = {
+    cls().family: cls
+    for cls in (
+        CausalSettings,
+        PardSettings,
+        MedusaSettings,
+        Medusa2Settings,
+        Eagle1Settings,
+        Eagle3Settings,
+        PEagleSettings,
+        DFlashSettings,
+        DSparkSettings,
+        MtpSettings,
+        LayerSkipSettings,
+        LayerSkip2Settings,
+    )
+}
+"""A family of decode/drafts/registry.py can be trained if its settings are here; `register_trained` adds to it."""
+DraftSettings = Annotated[FamilySettings, OneOf("family", TRAINED_FAMILIES)]
+"""The type of a setting that is the draft to train: `family` in it says which class it has."""
 
 
-def trained_families() -> list[str]:
-    """Names of the families that can be trained."""
-    return [family.name for family in DRAFT_FAMILIES.values() if family.trainer]
+def family_settings(name: str) -> type[FamilySettings]:
+    """The settings of family `name`. UserError if there is no such family, or none that is trained."""
+    if name not in TRAINED_FAMILIES:
+        known = ", ".join(TRAINED_FAMILIES)
+        raise UserError(f"draft family {name!r} is not known: choose one of {known}")
+    return TRAINED_FAMILIES[name]
 
 
-def family_trainer(name: str) -> FamilyTrainer:
-    """The trainer of family `name`. UserError if there is no such family, or none that is trained."""
-    if name not in trained_families():
-        raise UserError(
-            f"draft family {name!r} is not known: choose one of {', '.join(trained_families())}"
-        )
-    module, _, cls = DRAFT_FAMILIES[name].trainer.partition(":")
-    trainer: FamilyTrainer = getattr(importlib.import_module(module), cls)()
-    return trainer
+def register_trained(settings: type[FamilySettings]) -> None:
+    """Makes a family trainable under the default of its setting `family`. UserError if there is one already."""
+    name = settings().family
+    if name in TRAINED_FAMILIES:
+        raise UserError(f"there is a trained family {name!r} already: choose another name")
+    TRAINED_FAMILIES[name] = settings

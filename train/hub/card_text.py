@@ -17,7 +17,7 @@ from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.results.report import EvalReport, unique_names
 from eval.results.tuned import TunedReport
 from eval.scaling.data_curve import DataCurve, doubling_lines
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
 from train.hub.report_entries import (
     ReportEntry,
@@ -79,7 +79,7 @@ def summary(facts: CardInputs, job: ServedDraft) -> str:
         for made in sets
     }
     data = " and ".join(sorted(kinds)) or "answers of that target"
-    description = family_trainer(job.family).description
+    description = family_settings(job.family).description
     return (
         f"A draft for `{job.target}`{revision}: {description} that proposes tokens which the target verifies in one "
         f"forward pass. Distilled on {data} (number of answers: {answers}). Use it with no other target."
@@ -213,7 +213,7 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
             "settings give other prompts, after which it may accept fewer tokens."
         )
     if facts.draft.get("original_target"):
-        inside = family_trainer(facts.draft["family"]).target_folder
+        inside = family_settings(facts.draft["family"]).target_folder
         where = "this folder is that target" if inside == "." else f"serve the one in `{inside}/`"
         lines.append(
             f"The target was trained together with it: {where}, which is not the original."

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.hub import card_text
 from train.hub.card_tables import (
     acceptance_tables,
@@ -126,7 +126,7 @@ def metadata(
         if m[metric] is not None
     ]
     # The Hub has no relation for drafts: heads need their target as adapters do, a small LM is trained on its output.
-    family = family_trainer(job.family)
+    family = family_settings(job.family)
     relation = "finetune" if family.is_language_model else "adapter"
     return ModelCardData(
         base_model=labels.base_model or None,

@@ -32,7 +32,7 @@ from decode.serving.engine import ServedDraft
 from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
@@ -109,7 +109,7 @@ def build_draft_folder(
     facts = redaction.select(recorded, draft_schema(recorded), METADATA_FILE, known)
     target = labels.base_model or facts["target"]["name"]
     if facts.get("original_target"):
-        inside = family_trainer(facts["family"]).target_folder
+        inside = family_settings(facts["family"]).target_folder
         target = repo if inside == "." else f"./{inside}"
     facts["target"] = {**facts["target"], "name": target}
     inputs = CardInputs(

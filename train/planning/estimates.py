@@ -57,7 +57,7 @@ class FlopsCounter:
 
     @functools.cached_property
     def run(self) -> ShapeRun:
-        draft = replace(self.settings.draft, activation_checkpointing=False)
+        draft = self.settings.draft.having(activation_checkpointing=False)
         return shape_run(replace(self.settings, draft=draft))
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,7 @@ from decode.model.loading import Target, auto_class, build_runner, find_dtype, l
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
-from train.families.head_init import with_saved_sizes
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
 from train.teacher.live import compute_hidden_states
 from train.trainer.loop import build_optimizers
 
@@ -303,12 +302,9 @@ class ShapeRun:
 
     def __init__(self, s: Any, config: Any):
         """`s` are the settings of train/distill.py, `config` is the target's; of draft.init only sizes are read."""
-        draft, trainer = s.draft, family_trainer(s.draft.family)
-        if draft.init and (trainer.trains_target or not trainer.is_language_model):
-            draft = replace(with_saved_sizes(draft), init="")
-        if draft.keep_layers:  # which ones will be chosen makes no difference to their shapes
-            draft = replace(draft, layers=[*range(draft.keep_layers)], keep_layers=0)
-        shape = load_config(draft.init, "draft") if draft.init else None
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        draft: FamilySettings = s.draft.planned(layers)
+        shape = load_config(draft.continues, "draft") if draft.continues else None
         memory = self.memory = LiveBytes()
         self.kernels = Kernels(memory.phase)
         with self._without_data():
@@ -318,9 +314,7 @@ class ShapeRun:
             self.vocab = self.target.runner.vocab_size
             with memory.phase(DRAFT):
                 rows = made_up_rows(1, 64, 32, self.vocab)
-                own = replace(s, draft=draft)
-                context = FamilyContext(own, self.target, rows, init_shape=shape)
-                self.trainable = trainer.build(context)
+                self.trainable = draft.build(FamilyContext(s, self.target, rows, init_shape=shape))
             trained = [p for p in self.trainable.model.parameters() if p.requires_grad]
             self.parameters = trained
             self._set_gradients(True)
@@ -337,8 +331,8 @@ class ShapeRun:
         self.frozen = sum(p.numel() for p in self.trainable.model.parameters()) - self.trained
         self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in own_ids)
         self.state_bytes = memory.now[STATES]
-        self.trains_target = trainer.trains_target
-        self.saved_in_float32 = trainer.is_language_model and not trainer.trains_target
+        self.trains_target = draft.trains_target
+        self.saved_in_float32 = draft.is_language_model and not draft.trains_target
         reduced = self.trainable.metadata.get("vocabulary", {}).get("size", self.vocab)
         memory.widths = {self.vocab, reduced}
         memory.weights = {p.shape for p in trained if p.ndim > 1}

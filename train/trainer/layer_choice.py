@@ -80,11 +80,11 @@ def settle_layers(
 
     `s` are the settings of train/distill.py. Every rank must call it.
     """
-    out, ids = Path(s.out), trainable.ids
+    out, ids, draft = Path(s.out), trainable.ids, trainable.settings
     key = {
         **inputs,
-        "keep_layers": s.draft.keep_layers,
-        "choice_tokens": s.draft.choice_tokens,
+        "keep_layers": draft.keep_layers,
+        "choice_tokens": draft.choice_tokens,
         "supervise": s.supervise,
         "seed": s.seed,
         "vocabulary": None if ids is None else vocab_mapping.digest(ids),
@@ -100,9 +100,9 @@ def settle_layers(
             content = {"key": key, "choice": asdict(found)}
             files.write_atomically(out / CHOICE_FILE, json.dumps(content, indent=1) + "\n")
 
-    if choice is None or len(choice.kept) > s.draft.keep_layers:
-        trials = LayerTrials(trainable, choose_texts(rows, s.draft.choice_tokens, s.seed))
-        choice = trials.choose(s.draft.keep_layers, choice, accelerator, console, save)
+    if choice is None or len(choice.kept) > draft.keep_layers:
+        trials = LayerTrials(trainable, choose_texts(rows, draft.choice_tokens, s.seed))
+        choice = trials.choose(draft.keep_layers, choice, accelerator, console, save)
     console.print(choice.table())
     trainable.keep_layers(choice.kept)
     trainable.metadata["layer_choice"] = {**asdict(choice), "kept": choice.kept}

@@ -25,7 +25,7 @@ from train.data.manifest import set_damaged_aside
 from train.data.mixture import Mixture, source_at
 from train.data.sample_store import SampleRow, check_shard
 from train.families.base import TrainableDraft
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.trainer.loop import LoopConfig
 
 PROMPT_SEED_OFFSET = 1_000_003  # added to the seed, so that prompts come in another order than rows
@@ -63,7 +63,7 @@ def check_supported(s: OnPolicyConfig, family: str, features: str, sharded: bool
             "on_policy.share: under FSDP no process has the whole draft to generate with: set it to 0 or use plain "
             "data parallelism (configs/accelerate/ddp8.yaml)"
         )
-    if s.share > 0 and not family_trainer(family).decodes_alone:
+    if s.share > 0 and not family_settings(family).decodes_alone:
         raise UserError(
             f"on_policy.share: {family} heads cannot generate text without their target: set it to 0 or train a causal "
             "draft"

@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from decode.common.errors import UserError
 from train.families.base import TrainableDraft
 from train.families.causal import TrainableCausal
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.trainer.loop import LoopConfig
 
 NOT_THIS_STAGE = {
@@ -48,7 +48,7 @@ def check(accelerator: Accelerator, family: str, loop: LoopConfig) -> None:
             f"Muon needs whole matrices and an optimiser of its own, {kind.value} has neither: set loop.muon_lr to 0 "
             "or use plain data parallelism (configs/accelerate/ddp8.yaml)"
         )
-    if kind == DistributedType.FSDP and family_trainer(family).trains_target:
+    if kind == DistributedType.FSDP and family_settings(family).trains_target:
         raise UserError(
             f"{family} trains adapters inside the target, which FSDP does not shard: use plain data parallelism "
             "(configs/accelerate/ddp8.yaml)"

@@ -26,7 +26,7 @@ from tests import heads
 from tests.tiny import noisy, tiny_model
 from tests.worlds import byte_tokenizer, save
 from train.families.causal import build_causal_lm
-from train.families.config import DraftConfig
+from train.families.settings.causal import CausalSettings
 
 BASE = len(byte_tokenizer())
 
@@ -84,7 +84,7 @@ def test_vocabularies_that_extend_each_other_are_one(case: str, tmp_path: Path) 
         assert sum(a for o in found for _, a in o.rounds) > 0
     files = read_draft(path, read_target(target.name, tokenizer=True))
     assert list(wrong_tokenizer(files)) == []
-    trained = build_causal_lm(DraftConfig(init=path), target, "cpu")
+    trained = build_causal_lm(CausalSettings(init=path), target, "cpu")
     assert len(trained.get_output_embeddings().weight) == size
 
 
@@ -189,7 +189,7 @@ def test_a_real_disagreement_names_one_id(case: str, tmp_path: Path) -> None:
     assert f"disagree on token ids, {named}: use a draft" in str(caught.value)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="disagree on token ids, id "):
-        build_causal_lm(DraftConfig(init=path), target, "cpu")
+        build_causal_lm(CausalSettings(init=path), target, "cpu")
     files = read_draft(path, read_target(target.name, tokenizer=True))
     (line,) = wrong_tokenizer(files)
     assert line.endswith(named)

@@ -28,22 +28,26 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families import ttt_attention
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
+from train.families.settings.medusa import Medusa2Settings
+from train.families.settings.mtp import MtpSettings
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.live import compute_hidden_states
 
 FAMILY = {
-    "causal": DraftConfig("causal", layers=[0, 1]),
-    "pard": DraftConfig("pard", layers=[0, 1], block=STEPS),
-    "peagle": DraftConfig("peagle", block=STEPS, vocab=60, taps=[0, 1, 2]),
-    "dflash": DraftConfig("dflash", block=STEPS, vocab=60, taps=[1, 2], anchors=0.6),
-    "dspark": DraftConfig("dspark", block=STEPS, vocab=0, taps=[1, 2], markov_rank=8),
-    "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),
-    "mtp": DraftConfig("mtp", steps=STEPS),
-    "layerskip": DraftConfig("layerskip", exit_layer=2, vocab=60),
-    "layerskip2": DraftConfig("layerskip2", exit_layer=2, target_lora_rank=2, layer_dropout=0.5),
+    "causal": CausalSettings(layers=[0, 1]),
+    "pard": PardSettings(layers=[0, 1], block=STEPS),
+    "peagle": PEagleSettings(block=STEPS, vocab=60, taps=[0, 1, 2]),
+    "dflash": DFlashSettings(block=STEPS, vocab=60, taps=[1, 2], anchors=0.6),
+    "dspark": DSparkSettings(block=STEPS, vocab=0, taps=[1, 2], markov_rank=8),
+    "medusa2": Medusa2Settings(heads=STEPS, target_lora_rank=2),
+    "mtp": MtpSettings(steps=STEPS),
+    "layerskip": LayerSkipSettings(exit_layer=2, vocab=60),
+    "layerskip2": LayerSkip2Settings(exit_layer=2, target_lora_rank=2, layer_dropout=0.5),
     **DRAFTS,
 }
 SAMPLES = [
@@ -110,9 +114,7 @@ def test_states_of_a_target_are_those_of_the_sample_alone(arch: str) -> None:
 def trainee_of(family: str, own: Any, where: FeatureFolder | None = None, **weights: Any) -> Any:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family], weights=LossWeights(**weights))
-    return family_trainer(settings.draft.family).build(
-        FamilyContext(settings, own, SAMPLES, "cpu", where)
-    )
+    return settings.draft.build(FamilyContext(settings, own, SAMPLES, "cpu", where))
 
 
 @pytest.mark.parametrize("positions", ["decay", "dpace"])

@@ -10,14 +10,15 @@ from tests.tiny import tiny_target
 from tests.train.families.test_heads_training import SAMPLES, collate, model_of
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
+from train.families.settings.medusa import MedusaSettings
 
 DRAFTS = {
-    "causal": DraftConfig(layers=[0, 2]),
-    "medusa": DraftConfig("medusa", heads=3),
-    "eagle1": DraftConfig("eagle1"),
-    "eagle3": DraftConfig("eagle3", steps=3, vocab=60, taps=[0, 1, 2]),
+    "causal": CausalSettings(layers=[0, 2]),
+    "medusa": MedusaSettings(heads=3),
+    "eagle1": Eagle1Settings(),
+    "eagle3": Eagle3Settings(steps=3, vocab=60, taps=[0, 1, 2]),
 }
 
 
@@ -34,7 +35,7 @@ def trainee_of(name: str) -> TrainableDraft:
     torch.manual_seed(0)
     settings = DistillConfig(draft=DRAFTS[name], loss="forward_kl")
     context = FamilyContext(settings, tiny_target(model_of()), SAMPLES)
-    return family_trainer(settings.draft.family).build(context)
+    return settings.draft.build(context)
 
 
 def loss_and_gradient(name: str, dtype: torch.dtype | None) -> tuple[float, torch.Tensor]:

@@ -27,8 +27,8 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import build_causal_lm, random_init_config
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.causal import CausalSettings
 from train.trainer.loop import LoopConfig, build_optimizers
 
 WEIGHTS = "model.safetensors"
@@ -72,7 +72,7 @@ def test_the_vocabulary_becomes_the_targets(
     """Catches a resize that moves a token, leaves the config behind, or unties the weights."""
     path = str(place / (name + tied))
     before = AutoModelForCausalLM.from_pretrained(path)
-    model = build_causal_lm(DraftConfig(init=path), own, "cpu")
+    model = build_causal_lm(CausalSettings(init=path), own, "cpu")
     rows = min(PADDED, before.config.vocab_size)
     assert torch.equal(logits_of(model, TEXT)[:, :rows], logits_of(before, TEXT)[:, :rows])
     assert model.get_output_embeddings().weight.shape[0] == model.config.vocab_size == PADDED
@@ -124,7 +124,7 @@ def test_a_draft_from_scratch_is_the_targets_kind(own: Target, tmp_path: Path) -
     """Catches another class, another tokenizer's size, or a head size that belongs to the target's width."""
     changes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     changes |= {"num_key_value_heads": 1, "intermediate_size": 24}
-    model = build_causal_lm(DraftConfig(init_config=changes), own, "cpu")
+    model = build_causal_lm(CausalSettings(init_config=changes), own, "cpu")
     assert type(model) is type(own.runner.model)
     assert {name: getattr(model.config, name) for name in changes} == changes
     assert model.config.head_dim == 8
@@ -156,19 +156,12 @@ def test_other_depths_of_layered_configs(arch: str) -> None:
         ({"init_config": {"intermediate_size": 0}}, "init_config has intermediate_size 0"),
         ({"init_config": {"hidden_size": 32}, "layers": [0]}, "give one of"),
         ({"lora_rank": 4, "init_config": {"hidden_size": 32}}, "lora_rank"),
-        ({"lora_rank": 4, "family": "eagle3"}, "lora_rank"),
     ],
 )
 def test_what_cannot_be_made_is_said(own: Target, settings: dict[str, Any], named: str) -> None:
     """Catches tracebacks from deep inside a model, and settings that are passed over in silence."""
-
-    def build() -> None:
-        config = DraftConfig(**settings)
-        family_trainer(config.family).check_settings(config)
-        build_causal_lm(config, own, "cpu")
-
     with pytest.raises(UserError, match=named) as found:
-        build()
+        build_causal_lm(CausalSettings(**settings), own, "cpu")
     assert "\n" not in str(found.value)
 
 
@@ -176,7 +169,7 @@ def test_heads_are_no_small_lm(own: Target, tmp_path: Path) -> None:
     """Catches a traceback where a draft directory of heads is given as a small LM."""
     (tmp_path / "draftsmith.json").write_text(json.dumps({"family": "medusa"}))
     with pytest.raises(UserError, match="heads of family 'medusa'"):
-        build_causal_lm(DraftConfig(init=str(tmp_path)), own, "cpu")
+        build_causal_lm(CausalSettings(init=str(tmp_path)), own, "cpu")
 
 
 # ---- LoRA ----
@@ -192,11 +185,11 @@ def rows_of(*lengths: int) -> list[SampleRow]:
     ]  # fmt: skip
 
 
-def trained(own: Target, draft: DraftConfig, steps: int = 3) -> TrainableDraft:
+def trained(own: Target, draft: FamilySettings, steps: int = 3) -> TrainableDraft:
     """After a few steps that move whatever is trained."""
     rows = rows_of(12, 20, 9)
     settings = DistillConfig(draft=draft, loop=LoopConfig(lr=0.05))
-    trainee = family_trainer("causal").build(FamilyContext(settings, own, rows))
+    trainee = settings.draft.build(FamilyContext(settings, own, rows))
     (optimizer,) = build_optimizers(
         trainee.model, trainee.muon_parameters, trainee.low_lr_parameters, settings.loop
     )
@@ -210,7 +203,7 @@ def trained(own: Target, draft: DraftConfig, steps: int = 3) -> TrainableDraft:
 def test_lora_is_saved_merged_and_as_an_adapter(place: Path, own: Target, tmp_path: Path) -> None:
     """Catches adapters that are not in the servable model, frozen weights that move, and a merge that ends training."""
     init = str(place / "fewer")
-    trainee = trained(own, DraftConfig(init=init, lora_rank=3))
+    trainee = trained(own, CausalSettings(init=init, lora_rank=3))
     learned = [name for name, p in trainee.model.named_parameters() if p.requires_grad]
     assert len(learned) == 2 * 2 * 7  # two layers of seven matrices
     assert all("lora_" in name for name in learned)
@@ -238,7 +231,7 @@ def test_lora_is_saved_merged_and_as_an_adapter(place: Path, own: Target, tmp_pa
 def test_lora_on_layers_of_the_target(own: Target, tmp_path: Path) -> None:
     """Catches an adapter that claims a base which lies nowhere, and adapters that end up in the target itself."""
     before = copy.deepcopy(own.runner.model.state_dict())
-    trained(own, DraftConfig(layers=[1], lora_rank=2)).save(tmp_path)
+    trained(own, CausalSettings(layers=[1], lora_rank=2)).save(tmp_path)
     assert not (tmp_path / "adapter").exists()
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 1
     after = own.runner.model.state_dict()
@@ -251,7 +244,7 @@ def test_full_training_of_a_noisy_copy_still_saves_alone(
 ) -> None:
     """Catches an adapter folder, or names with `lora` in them, where none was asked for."""
     worlds.save(tmp_path / "init", noisy(own.runner.model, 0.1), worlds.byte_tokenizer())
-    trained(own, DraftConfig(init=str(tmp_path / "init"))).save(tmp_path / "out")
+    trained(own, CausalSettings(init=str(tmp_path / "init"))).save(tmp_path / "out")
     assert not (tmp_path / "out" / "adapter").exists()
     assert (
         load_file(tmp_path / "out" / WEIGHTS).keys()

@@ -18,8 +18,7 @@ from train.distill import DistillConfig
 from train.families import dflash
 from train.families.base import FamilyContext
 from train.families.block_loss import BlockLoss
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.families.slots import Retention, draw_depths
 
 K = 4
@@ -30,8 +29,8 @@ def trainee_of(name: str, model: Any, **settings: Any) -> Any:
     chosen = {"vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
     if name == "dspark":
         chosen["markov_rank"] = 6
-    config = DistillConfig(draft=DraftConfig(name, **chosen))
-    made = family_trainer(name).build(FamilyContext(config, tiny_target(model), SAMPLES))
+    config = DistillConfig(draft=family_settings(name)(**chosen))
+    made = config.draft.build(FamilyContext(config, tiny_target(model), SAMPLES))
     randomise(made.net, 5)  # type: ignore[attr-defined]
     return made
 

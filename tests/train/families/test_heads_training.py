@@ -44,25 +44,25 @@ from train.distill import DistillConfig
 from train.families import eagle, head_loss, medusa, ttt_attention
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
+from train.families.settings.medusa import MedusaSettings
 from train.losses import chunked_sums, divergences
 from train.trainer.loop import window_means
 
 STEPS, TAPS = 4, [0, 1, 2]
 ROPE = rope("llama3", rope_theta=5e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
-DRAFTS: dict[str, DraftConfig] = {
-    "medusa": DraftConfig("medusa", heads=STEPS),
-    "eagle1": DraftConfig("eagle1"),
-    "eagle3": DraftConfig("eagle3", steps=STEPS, vocab=60, taps=TAPS),
-    "whole": DraftConfig("eagle3", steps=STEPS, vocab=0, taps=TAPS),
-    "narrow": DraftConfig("eagle3", steps=STEPS, vocab=0, taps=TAPS, width=16),
-    "normed": DraftConfig(
-        "eagle3", steps=STEPS, vocab=60, taps=TAPS, norms=["fc_norm", "norm_output"]
-    ),
-    "normed first": DraftConfig(
-        "eagle3", steps=STEPS, vocab=0, taps=TAPS, norms=["norm_before_residual", "norm_before_fc"]
+DRAFTS: dict[str, FamilySettings] = {
+    "medusa": MedusaSettings(heads=STEPS),
+    "eagle1": Eagle1Settings(),
+    "eagle3": Eagle3Settings(steps=STEPS, vocab=60, taps=TAPS),
+    "whole": Eagle3Settings(steps=STEPS, vocab=0, taps=TAPS),
+    "narrow": Eagle3Settings(steps=STEPS, vocab=0, taps=TAPS, width=16),
+    "normed": Eagle3Settings(steps=STEPS, vocab=60, taps=TAPS, norms=["fc_norm", "norm_output"]),
+    "normed first": Eagle3Settings(
+        steps=STEPS, vocab=0, taps=TAPS, norms=["norm_before_residual", "norm_before_fc"]
     ),
 }
 """`eagle3` has a reduced vocabulary, `narrow` an embedding of its own."""
@@ -97,7 +97,7 @@ def trainee_of(
 ) -> TrainableDraft:
     """Heads as train/distill.py makes them; all parameters at random with a `seed`, else as training starts."""
     settings = DistillConfig(draft=DRAFTS[family], weights=weights or LossWeights(), loss=loss)  # type: ignore[arg-type]
-    trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, SAMPLES))
+    trainee = settings.draft.build(FamilyContext(settings, own, SAMPLES))
     if seed is not None:
         randomise(net_of(trainee), seed)
     return trainee
@@ -1021,8 +1021,8 @@ def test_a_target_of_two_widths_is_refused(family: str) -> None:
 def test_a_causal_draft_of_a_target_of_two_widths_learns() -> None:
     """Guards the test above: what is refused is heads, and the teacher's states are as wide as they are."""
     own = tiny_target(tiny_model("opt", word_embed_proj_dim=16))
-    settings = DistillConfig(draft=DraftConfig("causal", layers=[0, 1]))
-    trainee = family_trainer("causal").build(FamilyContext(settings, own, SAMPLES))
+    settings = DistillConfig(draft=CausalSettings(layers=[0, 1]))
+    trainee = settings.draft.build(FamilyContext(settings, own, SAMPLES))
     assert learned(trainee, collate(*SAMPLES))[0]["loss"] > 0
 
 

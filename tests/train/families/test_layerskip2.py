@@ -30,7 +30,6 @@ from train.data.batching import Batch
 from train.distill import DistillConfig
 from train.families import layerskip2
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.layerskip2 import (
     LayerSkip2Trainer,
     draw_dropped_layers,
@@ -39,7 +38,7 @@ from train.families.layerskip2 import (
     exit_weights,
 )
 from train.families.lora_target import LoraTarget
-from train.families.registry import family_trainer
+from train.families.settings.layerskip import LayerSkip2Settings
 
 LAYERS = 4
 STEP = 6
@@ -54,9 +53,9 @@ def trainee_of(own: Target, rows: Any = SAMPLES, **settings: Any) -> Any:
         "exit_period": 3,
         "layer_dropout": 0.8,
     } | settings
-    config = DistillConfig(draft=DraftConfig("layerskip2", **chosen), loss="forward_kl")
+    config = DistillConfig(draft=LayerSkip2Settings(**chosen), loss="forward_kl")
     torch.manual_seed(0)
-    trainee = family_trainer("layerskip2").build(FamilyContext(config, own, rows))
+    trainee = config.draft.build(FamilyContext(config, own, rows))
     with torch.no_grad():  # LoRA's second matrix starts at zero
         for value in trainee.model.parameters():
             value.add_(0.1 * torch.randn(value.shape))

@@ -21,9 +21,8 @@ from train.data.batching import Batch
 from train.distill import DistillConfig
 from train.families import layerskip
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.layerskip import ExitTrainer
-from train.families.registry import family_trainer
+from train.families.settings.layerskip import LayerSkipSettings
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 AHEAD = 3
@@ -32,8 +31,8 @@ AHEAD = 3
 
 def trainee_of(own: Any, rows: Any = SAMPLES, **settings: Any) -> Any:
     chosen = {"exit_layer": 2, "vocab": 60} | settings
-    config = DistillConfig(draft=DraftConfig("layerskip", **chosen))
-    return family_trainer("layerskip").build(FamilyContext(config, own, rows))
+    config = DistillConfig(draft=LayerSkipSettings(**chosen))
+    return config.draft.build(FamilyContext(config, own, rows))
 
 
 def drafted_logits(draft: EarlyExitDraft, ids: list[int], start: int) -> Tensor:

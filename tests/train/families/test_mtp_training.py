@@ -21,16 +21,15 @@ from train.data import batching
 from train.distill import DistillConfig
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.head_loss import SupervisedRows
-from train.families.registry import family_trainer
+from train.families.settings.mtp import MtpSettings
 
 STEPS = 3
 
 
 def trainee_of(own: Any, init: str = "") -> Any:
-    config = DistillConfig(draft=DraftConfig("mtp", steps=STEPS, init=init))
-    return family_trainer("mtp").build(FamilyContext(config, own, SAMPLES))
+    config = DistillConfig(draft=MtpSettings(steps=STEPS, init=init))
+    return config.draft.build(FamilyContext(config, own, SAMPLES))
 
 
 @torch.no_grad()

@@ -19,26 +19,32 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families import head_loss
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.eagle import EagleTrainer
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
+from train.families.settings.layerskip import LayerSkipSettings
+from train.families.settings.medusa import MedusaSettings
+from train.families.settings.mtp import MtpSettings
 
 K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 """The first token comes with the prompt; a perfect draft gives the rest in 6 rounds of 4."""
-DRAFTS: dict[str, DraftConfig] = {
-    "causal": DraftConfig(layers=[0]),
-    "pard": DraftConfig("pard", layers=[0], block=K, retention=1.0),
-    "peagle": DraftConfig("peagle", block=K, vocab=60, taps=TAPS, retention=1.0),
-    "dflash": DraftConfig("dflash", block=K, vocab=60, taps=[1, 2], anchors=1.0),
-    "dspark": DraftConfig("dspark", block=K, vocab=0, taps=[1, 2], anchors=1.0, markov_rank=8),
-    "medusa": DraftConfig("medusa", heads=K),
-    "eagle1": DraftConfig("eagle1"),
-    "eagle3": DraftConfig("eagle3", steps=K, vocab=60, taps=TAPS),
-    "whole": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS),
-    "narrow": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS, width=16),
-    "mtp": DraftConfig("mtp", steps=K),
-    "layerskip": DraftConfig("layerskip", exit_layer=2, exit_width=64, vocab=60),
+DRAFTS: dict[str, FamilySettings] = {
+    "causal": CausalSettings(layers=[0]),
+    "pard": PardSettings(layers=[0], block=K, retention=1.0),
+    "peagle": PEagleSettings(block=K, vocab=60, taps=TAPS, retention=1.0),
+    "dflash": DFlashSettings(block=K, vocab=60, taps=[1, 2], anchors=1.0),
+    "dspark": DSparkSettings(block=K, vocab=0, taps=[1, 2], anchors=1.0, markov_rank=8),
+    "medusa": MedusaSettings(heads=K),
+    "eagle1": Eagle1Settings(),
+    "eagle3": Eagle3Settings(steps=K, vocab=60, taps=TAPS),
+    "whole": Eagle3Settings(steps=K, vocab=0, taps=TAPS),
+    "narrow": Eagle3Settings(steps=K, vocab=0, taps=TAPS, width=16),
+    "mtp": MtpSettings(steps=K),
+    "layerskip": LayerSkipSettings(exit_layer=2, exit_width=64, vocab=60),
 }
 """`eagle3` has a reduced vocabulary."""
 slow = pytest.mark.slow
@@ -64,7 +70,7 @@ def fitted(family: str) -> DecodeRecord:
     steps, rate, loss = (250, 5e-3, "forward_kl") if family == "eagle1" else (150, 1e-2, "hard_ce")
     settings = DistillConfig(draft=DRAFTS[family], weights=LossWeights(divergence=1.0), loss=loss)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, [sample]))
+    trainee = settings.draft.build(FamilyContext(settings, own, [sample]))
     trained = [value for value in trainee.model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.0)
     batch = batching.collate([sample], 0, 1)

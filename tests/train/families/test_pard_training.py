@@ -15,8 +15,7 @@ from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.block_loss import BlockLoss
 from train.families.causal import output_projection
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.blocks import PardSettings
 from train.families.slots import BlockMask, BlockSlots, Retention, draw_depths
 
 K = 4
@@ -24,10 +23,8 @@ Slot = tuple[int, int, int]
 
 
 def trainer_of(model: Any, **settings: Any) -> Any:
-    draft = DraftConfig("pard", layers=[0, 1], block=K, **settings)
-    trainee = family_trainer("pard").build(
-        FamilyContext(DistillConfig(draft=draft), tiny_target(model), SAMPLES)
-    )
+    draft = PardSettings(layers=[0, 1], block=K, **settings)
+    trainee = draft.build(FamilyContext(DistillConfig(draft=draft), tiny_target(model), SAMPLES))
     trainee.model.eval()  # GPT-2 has dropout
     return trainee
 

@@ -14,8 +14,7 @@ from tests.train.families.test_pard_training import leaking_mask, masks_of_all_b
 from train.data import batching
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.blocks import PEagleSettings
 from train.families.slots import BlockMask
 
 K = 3
@@ -24,11 +23,9 @@ K = 3
 @torch.no_grad()
 def gap(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> float:
     """Largest difference of a slot's logits from those of one pass over the text up to its anchor, and masks."""
-    draft = DraftConfig("peagle", vocab=60, taps=[0, 1, 2], block=K)
+    draft = PEagleSettings(vocab=60, taps=[0, 1, 2], block=K)
     own = tiny_target(tiny_model(arch))
-    trainee: Any = family_trainer("peagle").build(
-        FamilyContext(DistillConfig(draft=draft), own, SAMPLES)
-    )
+    trainee: Any = draft.build(FamilyContext(DistillConfig(draft=draft), own, SAMPLES))
     net = trainee.net
     randomise(net, 5)
     batch = (batching.pack if packed else batching.collate)(SAMPLES, 0)

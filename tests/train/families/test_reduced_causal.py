@@ -30,8 +30,8 @@ from train.data import batching, sample_store, vocab_mapping
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import CausalTrainer
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings, vocab_size
+from train.families.settings.causal import CausalSettings
 from train.hub import publish
 from train.hub.upload import HubLabels
 from train.losses import chunked_sums
@@ -127,11 +127,11 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(target: Target, draft: DraftConfig) -> TrainableDraft:
+def trained(target: Target, draft: FamilySettings) -> TrainableDraft:
     """After two steps that move whatever is trained."""
     rows = rows_of(12, 20, 9)
     context = FamilyContext(DistillConfig(draft=draft), target, rows)
-    trainee = family_trainer("causal").build(context)
+    trainee = draft.build(context)
     learning = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=0.02, weight_decay=0.0)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_it_drafts_the_same_before_and_after_saving(
     """Catches ids that are saved in another order or not at all, a saved model without its whole head, and a source of
     weights for which the vocabulary is forgotten."""
     init = "" if source in ("layers", "random") else str(world.draft)
-    trainee = trained(target, DraftConfig(init=init, vocab=SIZE, **SOURCES[source]))
+    trainee = trained(target, CausalSettings(init=init, vocab=SIZE, **SOURCES[source]))
     trainee.save(tmp_path)
     ids = json.loads((tmp_path / VOCAB_FILE).read_text())["ids"]
     assert len(ids) == SIZE
@@ -172,7 +172,7 @@ def test_it_drafts_the_same_before_and_after_saving(
 
 def test_rows_of_other_tokens_stay(world: World, target: Target, tmp_path: Path) -> None:
     """Catches a head that is cut or zeroed, which engines would draft with, and a vocabulary of rare tokens."""
-    trained(target, DraftConfig(init=str(world.draft), vocab=SIZE)).save(tmp_path)
+    trained(target, CausalSettings(init=str(world.draft), vocab=SIZE)).save(tmp_path)
     before, after = (load_file(Path(p) / WEIGHTS) for p in (world.draft, tmp_path))
     moved = (before["lm_head.weight"] != after["lm_head.weight"]).any(1).nonzero()[:, 0]
     assert moved.tolist() == json.loads((tmp_path / VOCAB_FILE).read_text())["ids"]
@@ -183,19 +183,15 @@ def test_rows_of_other_tokens_stay(world: World, target: Target, tmp_path: Path)
 def test_the_whole_vocabulary_is_the_default(world: World, target: Target, tmp_path: Path) -> None:
     """Catches EAGLE-3's default, and 0, taken for a reduced vocabulary."""
     for vocab in (None, 0, 268, 32_000):
-        trainee = trained(target, DraftConfig(init=str(world.draft), vocab=vocab))
+        trainee = trained(target, CausalSettings(init=str(world.draft), vocab=vocab))
         assert trainee.metadata == {}
         trainee.save(tmp_path)
         assert not (tmp_path / VOCAB_FILE).exists()
 
 
-def test_which_families_read_the_setting() -> None:
-    """Catches a size that is ignored without a word, or said to be ignored where it counts."""
-    for family, unused in (("causal", []), ("eagle3", []), ("medusa", ["vocab"])):
-        s = DraftConfig(family=family, vocab=SIZE)
-        assert family_trainer(family).unused_settings(s) == unused
-    assert DraftConfig().vocab_size(268) == DraftConfig(vocab=0).vocab_size(268, 40) == 268
-    assert DraftConfig().vocab_size(268, 40) == 40
+def test_the_size_of_a_vocabulary() -> None:
+    assert vocab_size(None, 268) == vocab_size(0, 268, 40) == 268
+    assert vocab_size(None, 268, 40) == 40
 
 
 def test_the_estimate_counts_the_rows_that_are_computed(
@@ -204,7 +200,7 @@ def test_the_estimate_counts_the_rows_that_are_computed(
     """Catches a dry run that counts the whole head, and one that forgets the vocabulary of draft.init."""
 
     def cost(init: Path, vocab: int | None) -> tuple[int, int]:
-        s = DistillConfig(draft=DraftConfig(init=str(init), vocab=vocab))
+        s = DistillConfig(draft=CausalSettings(init=str(init), vocab=vocab))
         run = ShapeRun(s, load_config(str(world.target), "target"))
         step = run.step(made_up_rows(1, 40, 20, run.vocab), mixed=False)
         return run.trained, step.memory[LOGITS]
@@ -212,7 +208,7 @@ def test_the_estimate_counts_the_rows_that_are_computed(
     whole, some = cost(world.draft, 0), cost(world.draft, SIZE)
     assert some[0] == whole[0]
     assert some[1] < whole[1]
-    trained(target, DraftConfig(init=str(world.draft), vocab=SIZE)).save(tmp_path)
+    trained(target, CausalSettings(init=str(world.draft), vocab=SIZE)).save(tmp_path)
     assert cost(tmp_path, None) == some
 
 

@@ -22,8 +22,8 @@ from train.data import batching
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer, trained_families
+from train.families.registry import TRAINED_FAMILIES, family_settings
+from train.families.settings.medusa import MedusaSettings
 from train.losses import chunked_sums
 from train.planning import estimates, resources, shape_run
 from train.planning.shape_run import (
@@ -47,8 +47,7 @@ def config(**changes: Any) -> Any:
 
 
 def settings(family: str, mixed: bool = False, **draft: Any) -> DistillConfig:
-    layers = [0, 1] if family in ("causal", "pard") else []
-    own = DraftConfig(family, layers=layers, steps=3, vocab=64, **draft)
+    own = family_settings(family)(**draft).having(layers=[0, 1], steps=3, vocab=64)  # type: ignore[arg-type]
     return DistillConfig(draft=own, target_dtype="bfloat16" if mixed else "float32")
 
 
@@ -62,9 +61,7 @@ def real_draft(s: DistillConfig, target_config: Any) -> TrainableDraft:
     dtype = getattr(torch, s.target_dtype)
     model = AutoModelForCausalLM.from_config(target_config, dtype=dtype)
     target = Target(ModelRunner(model), None, "x", None, "f", frozenset())
-    return family_trainer(s.draft.family).build(
-        FamilyContext(s, target, made_up_rows(1, 64, 32, VOCAB))
-    )
+    return s.draft.build(FamilyContext(s, target, made_up_rows(1, 64, 32, VOCAB)))
 
 
 def forward(trainable: TrainableDraft, rows: list[SampleRow], mixed: bool) -> Tensor:
@@ -90,7 +87,7 @@ def passing(cost: shape_run.TrainingCost) -> int:
 
 
 CASES = [
-    *((family, False, False) for family in trained_families()),
+    *((family, False, False) for family in TRAINED_FAMILIES),
     *((family, True, False) for family in ("causal", "eagle3", "medusa2", "mtp", "dspark")),
     *((family, True, True) for family in ("causal", "eagle1", "peagle")),
 ]
@@ -273,7 +270,7 @@ def test_operations_of_any_length_follow_from_a_few(monkeypatch: pytest.MonkeyPa
 def test_an_estimate_needs_no_samples() -> None:
     """Catches a dry run that fails before it has said anything, because nothing is sampled yet."""
     target = str(worlds.ROOT / "assets" / "target")
-    s = DistillConfig(target=target, data="no/such/folder", draft=DraftConfig("medusa"))
+    s = DistillConfig(target=target, data="no/such/folder", draft=MedusaSettings())
     _, sums = estimates.estimate_resources(s, 1, mixed=True)
     assert sums["memory"] > 0 < sums["flops"]
     assert sums["trained"] > 0
@@ -284,9 +281,9 @@ import re, time
 from pathlib import Path
 from tests.train.planning.test_recipes import config_of
 from train.distill import DistillConfig
-from train.families.config import DraftConfig
+from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
-s = DistillConfig(target="Qwen/Qwen3-8B", target_dtype="bfloat16", draft=DraftConfig("eagle3"))
+s = DistillConfig(target="Qwen/Qwen3-8B", target_dtype="bfloat16", draft=Eagle3Settings())
 began = time.process_time()
 run = ShapeRun(s, config_of(s.target))
 cost = run.step(made_up_rows(1, 2048, 2047, run.vocab), mixed=True)

@@ -32,19 +32,21 @@ from train.data.manifest import Manifest, write_manifest
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
+from train.families.settings.medusa import MedusaSettings
 from train.teacher import feature_codec, feature_extraction, feature_store
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.feature_store import FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 TAPS = HiddenStateSpec((0, 1, 2))
-FAMILY: dict[str, DraftConfig] = {
-    "causal": DraftConfig("causal", layers=[0, 1]),
-    "medusa": DraftConfig("medusa", heads=3),
-    "eagle1": DraftConfig("eagle1"),
-    "eagle3": DraftConfig("eagle3", steps=3, vocab=60, taps=list(TAPS.layers)),
+FAMILY: dict[str, FamilySettings] = {
+    "causal": CausalSettings(layers=[0, 1]),
+    "medusa": MedusaSettings(heads=3),
+    "eagle1": Eagle1Settings(),
+    "eagle3": Eagle3Settings(steps=3, vocab=60, taps=list(TAPS.layers)),
 }
 Laws = namedtuple("Laws", "live stored")
 
@@ -252,7 +254,7 @@ def test_ids_beyond_16_bits_survive() -> None:
 def trainee_of(family: str, target: Target, where: FeatureFolder | None) -> TrainableDraft:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family])
-    return family_trainer(family).build(FamilyContext(settings, target, ROWS, "cpu", where))
+    return settings.draft.build(FamilyContext(settings, target, ROWS, "cpu", where))
 
 
 @pytest.mark.parametrize("family", FAMILY)

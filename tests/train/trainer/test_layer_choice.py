@@ -31,8 +31,7 @@ from train.data.mixture import Mixture
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.causal import TrainableCausal, check_layers
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.settings.causal import CausalSettings
 from train.planning.shape_run import ShapeRun
 from train.trainer import layer_choice
 from train.trainer.layer_choice import (
@@ -239,9 +238,9 @@ def test_a_model_of_which_no_layer_can_go_is_refused_at_once() -> None:
     """Catches an hour of measuring before the refusal."""
     model = tiny_model("gemma4_text")
     with pytest.raises(UserError, match="gemma4_text model cannot be cut"):
-        check_layers(model, DraftConfig(keep_layers=2))
-    check_layers(model, DraftConfig())
-    check_layers(tiny_model("qwen3_moe", decoder_sparse_step=2), DraftConfig(keep_layers=2))
+        check_layers(model, CausalSettings(keep_layers=2))
+    check_layers(model, CausalSettings())
+    check_layers(tiny_model("qwen3_moe", decoder_sparse_step=2), CausalSettings(keep_layers=2))
 
 
 def test_layers_that_pass_more_than_states_are_refused() -> None:
@@ -455,19 +454,11 @@ def test_what_cannot_be_kept_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_other_families_say_that_they_do_not_choose(world: World) -> None:
-    s = DraftConfig(family="medusa", keep_layers=2)
-    assert family_trainer("medusa").unused_settings(s) == ["keep_layers"]
-    for family in ("causal", "pard"):
-        s = DraftConfig(family=family, keep_layers=2, choice_tokens=9)
-        assert family_trainer(family).unused_settings(s) == []
-
-
 def test_the_estimate_counts_the_layers_that_stay(world: World) -> None:
     """Catches a dry run that counts the whole init."""
     target = load_target(str(world.target), "cpu").runner.config
     runs = [
-        ShapeRun(DistillConfig(draft=DraftConfig(init=str(world.draft), **how)), target)
+        ShapeRun(DistillConfig(draft=CausalSettings(init=str(world.draft), **how)), target)
         for how in ({}, {"layers": [0, 2]}, {"keep_layers": 2})
     ]
     body = load_model(str(world.draft), "draft", "cpu", "float32").get_decoder().layers

@@ -38,7 +38,7 @@ from train.data import mixture, sample_store
 from train.data.manifest import read_manifest, write_manifest
 from train.distill import DistillConfig
 from train.families import causal
-from train.families.config import DraftConfig
+from train.families.settings.causal import CausalSettings
 from train.planning.estimates import FlopsCounter
 from train.trainer import acceptance_eval, checkpoint, loop, throughput
 from train.trainer.loop import LoopConfig
@@ -527,7 +527,7 @@ def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None
 def test_arithmetic_for_mfu_is_that_of_the_models(lora: int, data: Path) -> None:
     """Catches a share that leaves the target out, or that counts weights which have no gradient as if they had one."""
     target, draft = str(worlds.ROOT / "assets" / "target"), str(worlds.ROOT / "assets" / "draft")
-    settings = DistillConfig(target=target, draft=DraftConfig(init=draft, lora_rank=lora))
+    settings = DistillConfig(target=target, draft=CausalSettings(init=draft, lora_rank=lora))
     rows: list[Any] = [{"input_ids": range(100), "loss_spans": [[1, 100]]}] * 4
     head = math.prod(load_file(Path(target) / WEIGHTS)["model.embed_tokens.weight"].shape)
     sizes = []

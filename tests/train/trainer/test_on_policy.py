@@ -20,7 +20,7 @@ from tests.worlds import EOS, Done, World
 from train.data import mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.families.config import DraftConfig
+from train.families.settings.causal import CausalSettings
 from train.planning import estimates, resources
 from train.planning.shape_run import ShapeRun
 from train.trainer import throughput
@@ -305,7 +305,7 @@ def test_writing_is_two_operations_for_each_weight_that_a_token_passes() -> None
         "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=97,
     )  # fmt: skip
-    run = ShapeRun(DistillConfig(draft=DraftConfig(layers=[0, 1])), config)
+    run = ShapeRun(DistillConfig(draft=CausalSettings(layers=[0, 1])), config)
     row: Any = {"input_ids": range(10), "loss_spans": [[6, 10]]}
     layers = 2 * 10 * 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)
     attention = sum(4 * t * 64 * 2 for t in range(10)) + 10 * 2 * 64 * 2  # half of its own token

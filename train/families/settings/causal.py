@@ -1,0 +1,71 @@
+"""The settings of a small language model as draft."""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from decode.common.errors import UserError
+from decode.common.ranges import Count, CountOrZero, at_least
+from train.families.settings.base import FamilySettings
+
+if TYPE_CHECKING:
+    from train.families.base import FamilyContext, TrainableDraft
+
+
+@dataclass
+class CausalSettings(FamilySettings):
+    """A given language model, chosen layers of the target, or one with random weights."""
+
+    RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"scratch": "init_config"}
+
+    family: Literal["causal"] = "causal"
+    init: str = ""
+    """Folder or Hub name of a small language model with the target's tokenizer."""
+    layers: list[CountOrZero] = field(default_factory=list)
+    """Layers of init that stay, such as [0, 11]; without init the target's become the draft."""
+    keep_layers: CountOrZero = 0
+    """As many layers of init stay (without init: of the target), chosen by measurement: one after the other goes that
+    costs least acceptance on the samples. 0: all, or those in layers."""
+    choice_tokens: Count = 2048
+    """keep_layers: tokens of the samples' answers on which each layer is tried."""
+    init_config: dict[str, Any] = field(default_factory=dict)
+    """Instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
+    num_hidden_layers: 4}."""
+    lora_rank: Annotated[int, at_least(0, 4096)] = 0
+    """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
+    vocab: CountOrZero | None = None
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0 or null: all tokens of the target."""
+    activation_checkpointing: bool = False
+    """Backward computes each layer of the draft again, so that only its inputs are kept: less memory, a third more
+    arithmetic in the draft (same result)."""
+
+    description = "a small language model"
+    hub_tag = "assisted-generation"
+    is_language_model = True
+    decodes_alone = True
+
+    def __post_init__(self) -> None:
+        if self.layers and self.keep_layers:
+            raise UserError(
+                "draft.layers names the layers that stay and draft.keep_layers has them chosen: give one"
+            )
+        if self.lora_rank and self.init_config:
+            raise UserError(
+                "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"
+            )
+
+    def build(self, context: "FamilyContext") -> "TrainableDraft":
+        from train.families.causal import TrainableCausal
+
+        return TrainableCausal(context, self)
+
+    @property
+    def continues(self) -> str:
+        return self.init
+
+    def with_layers(self, layers: list[int]) -> Self:
+        """With the layers that keep_layers has chosen."""
+        return replace(self, layers=layers, keep_layers=0)
+
+    def planned(self, layers: int) -> Self:
+        # Which layers will be chosen makes no difference to their shapes.
+        return self.with_layers([*range(self.keep_layers)]) if self.keep_layers else self

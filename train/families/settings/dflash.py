@@ -1,0 +1,82 @@
+"""The settings of DFlash and DSpark heads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from decode.common.ranges import CountOrZero, Share, at_least
+from train.families.settings.base import saved_vocab
+from train.families.settings.eagle import FusedHeadSettings
+
+if TYPE_CHECKING:
+    from train.families.base import FamilyContext, TrainableDraft
+
+
+@dataclass
+class DFlashSettings(FusedHeadSettings):
+    """Layers over a block of masks, which read the target's states as keys and values."""
+
+    family: Literal["dflash"] = "dflash"
+    block: Annotated[int, at_least(1, 64)] = 8
+    """Tokens drafted in one pass."""
+    depth: Annotated[int, at_least(1, 64)] = 2
+    """Layers of the draft."""
+    anchors: Share = 0.25
+    """Share of a text's positions from which a block is trained in a step."""
+    mask_token: CountOrZero | None = None
+    """Id of the token in place of one not drafted yet; null: the one that answers have least often."""
+
+    description = "a DFlash head"
+    hub_tag = "dflash"
+    idle_slots: ClassVar[int] = 1
+    """Slots of a block that predict nothing: that of the anchor."""
+
+    def build(self, context: "FamilyContext") -> "TrainableDraft":
+        from train.families.dflash import build_dflash
+
+        return build_dflash(context, self)
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {
+            "vocab": saved_vocab(config),
+            "taps": config["eagle_aux_hidden_state_layer_ids"],
+            "depth": config["num_hidden_layers"],
+            "block": config["block_size"] - self.idle_slots,
+            "mask_token": config["dflash_config"]["mask_token_id"],
+        }
+
+    def new_config(
+        self, target: Any, vocab: int, size: int, layers: Sequence[int], mask_token: int
+    ) -> dict[str, Any]:
+        """config.json of a new draft with `size` tokens in its vocabulary, for a `target` of this config."""
+        from decode.checkpoints import block_layouts
+
+        block = self.block + self.idle_slots
+        return block_layouts.dflash_config(
+            target, vocab, size, layers, self.depth, block, mask_token, self.rank
+        )
+
+    @property
+    def rank(self) -> int:
+        """Of DSpark's correction; 0: there is none."""
+        return 0
+
+
+@dataclass
+class DSparkSettings(DFlashSettings):
+    """DFlash with a low-rank correction by the token before, and a confidence."""
+
+    family: Literal["dspark"] = "dspark"  # type: ignore[assignment]
+    markov_rank: Annotated[int, at_least(1, 4096)] = 256
+    """Rank of the correction by the token before."""
+
+    description = "a DSpark head"
+    hub_tag = "dspark"
+    idle_slots = 0
+
+    @property
+    def rank(self) -> int:
+        return self.markov_rank
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return super().sizes_of(config, layers) | {"markov_rank": config["markov_rank"]}

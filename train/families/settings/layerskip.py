@@ -1,0 +1,81 @@
+"""The settings of an exit after the target's first layers: trained beside a frozen target, or in the target itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from decode.common.ranges import CountOrZero, Share, at_least
+from train.families.settings.base import FamilySettings, HeadSettings, saved_vocab
+
+if TYPE_CHECKING:
+    from train.families.base import FamilyContext, TrainableDraft
+
+
+@dataclass
+class ExitSettings(FamilySettings):
+    exit_layer: Annotated[int, at_least(0, 4096)] = 0
+    """Number of the target's first layers that draft; 0: a quarter of them."""
+
+    def draft_layers(self, layers: int) -> int:
+        """The number of first layers that draft, of the target's `layers`."""
+        return self.exit_layer or max(1, layers // 4)
+
+
+@dataclass
+class LayerSkipSettings(ExitSettings, HeadSettings):
+    """An exit adapter on a frozen target."""
+
+    family: Literal["layerskip"] = "layerskip"
+    vocab: CountOrZero | None = None
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
+    32,000."""
+    exit_width: Annotated[int, at_least(0, 65_536)] = 0
+    """Inner width of the exit's gated block; 0: the target's hidden size."""
+
+    description = "a trained early exit"
+    hub_tag = "layerskip"
+
+    def build(self, context: "FamilyContext") -> "TrainableDraft":
+        from train.families.layerskip import build_exit
+
+        return build_exit(context, self)
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        own = {name: config[name] for name in ("exit_layer", "exit_width")}
+        return own | {"vocab": saved_vocab(config)}
+
+    def new_config(self, target: Any, vocab: int, size: int) -> dict[str, Any]:
+        """config.json of a new adapter with `size` tokens in its vocabulary, for a `target` of this config."""
+        from decode.checkpoints import head_layouts
+
+        width = self.exit_width or target.hidden_size
+        layer = self.draft_layers(target.num_hidden_layers)
+        return head_layouts.exit_config(target, vocab, size, layer, width)
+
+
+@dataclass
+class LayerSkip2Settings(ExitSettings):
+    """The target itself, trained for early exit; the saved folder is the new target and its draft."""
+
+    RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"rank": "target_lora_rank"}
+
+    family: Literal["layerskip2"] = "layerskip2"
+    target_lora_rank: Annotated[int, at_least(1, 4096)] = 16
+    """Rank of the LoRA adapters with which the target is trained."""
+    layer_dropout: Share = 0.1
+    """Probability with which a sample goes past the last layer; it falls to 0 at the first one."""
+    exit_scale: Share = 1.0
+    """Weight of all exits but the last layer in the loss, each also in proportion to 1 + … + its number."""
+    exit_period: Annotated[int, at_least(1, 4096)] = 8
+    """Besides exit_layer and the last layer, step t trains the exits E with E = t modulo this number."""
+
+    description = "a target trained for early exit"
+    hub_tag = "layerskip"
+    is_language_model = True
+    trains_target = True
+    target_folder = "."
+
+    def build(self, context: "FamilyContext") -> "TrainableDraft":
+        from train.families.layerskip2 import TrainableLayerSkip2
+
+        return TrainableLayerSkip2(context, self)
