@@ -24,7 +24,7 @@ AUTOREGRESSIVE = frozenset(("causal", "eagle1", "eagle3", "mtp", "medusa", "earl
 
 
 @dataclass(frozen=True)
-class DraftCheckpoint:
+class ProfiledDraft:
     name: Place | None
     sha256: Digest | None
 
@@ -99,7 +99,7 @@ class DraftProfile:
     measured: bool
     method: Word
     name: Name
-    draft_checkpoint: DraftCheckpoint
+    draft_checkpoint: ProfiledDraft
     target_model: ProfiledTarget
     num_speculative_tokens: int
     block_size: int | None
@@ -163,7 +163,7 @@ def build_profile(
         measured=True,
         method=VLLM.method(family) or family,
         name=m.name,
-        draft_checkpoint=DraftCheckpoint(m.draft, m.draft_sha256),
+        draft_checkpoint=ProfiledDraft(m.draft, m.draft_sha256),
         target_model=ProfiledTarget(report.target.name, report.target.revision),
         num_speculative_tokens=m.k,
         block_size=None,
