@@ -31,6 +31,7 @@ from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
+from decode.common.typed_json import to_json
 from decode.model.fingerprint import TargetRecord
 from decode.serving.checker import check_draft_files
 from eval.scaling.data_curve import read_data_curve
@@ -115,7 +116,7 @@ def main(s: PublishConfig) -> None:
             )
         }
         curve = read_data_curve(s.data_curve) if s.data_curve else None
-        evidence = Evidence(**contents, data_curve=curve)
+        evidence = Evidence(**contents, data_curve=to_json(curve))
         draft = Path(s.draft)
         publish.check_draft(draft, evidence)  # before the engines' rules are checked
         folder = publish.build_draft_folder(

@@ -99,6 +99,8 @@ def arm_for(kind: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
     fitting = [arm for arm in arms if shape_of(arm[0]) in (JSON_SHAPES.get(type(value)), Any)]
     if len(fitting) > 1:
         fitting = [arm for arm in fitting if _has_tags(arm[0], value)]
+    if len(fitting) > 1:
+        fitting = [arm for arm in fitting if _required(arm[0]) <= set(value)]
     return (*fitting, *arms)[0]
 
 
@@ -109,6 +111,11 @@ def _has_tags(arm: Any, value: Any) -> bool:
         if get_origin(field.keys[field.name]) is Literal
     ]
     return all(value.get(name) in words for name, words in tags if len(words) == 1)
+
+
+def _required(arm: Any) -> set[str]:
+    found: list[Field] = fields_of(arm) if is_dataclass(arm) else []  # type: ignore[arg-type]
+    return {field.name for field in found if field.required}
 
 
 JSON_SHAPES: dict[Any, Any] = {kind: kind for kind in (dict, list, str, bool, float)}

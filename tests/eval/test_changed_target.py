@@ -13,13 +13,14 @@ from decode.common import damage, provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder
-from decode.common.typed_json import to_json
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import load_draft
 from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.loading import load_target
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.reporting.summary import other_targets_lines
-from tests import worlds
+from eval.results.report import EvalReport
+from tests import drafts, worlds
 from tests.worlds import Done, World, contents
 
 
@@ -164,8 +165,10 @@ def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Bug: measurements that name no target cannot be finished, or are said to be of this one."""
     Journal(tmp_path / "journal.jsonl", to_json(provenance.hardware())).put(["drafts"], {"d": "1"})
     journal = open_journal(RunFolder(tmp_path, False), TWO, {"d": "1"}, False)
-    assert earlier_targets(journal) == [{}]
-    lines = other_targets_lines({"target": {}, "methods": [], "earlier_targets": [{}]})
+    assert earlier_targets(journal) == [ModelFingerprint()]
+    lines = other_targets_lines(
+        from_json(EvalReport, drafts.report("") | {"methods": [], "earlier_targets": [{}]})
+    )
     assert lines == ["Some measurements may be of another target: they do not name it."]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
-from eval.results.report import draft_entries
 from train.hub import redaction
 from train.hub.published_fields import DATA_CURVE, FORECAST, REFEREE, REPORT, TUNED
+from train.hub.report_entries import draft_entries
 
 SCHEMAS: dict[str, Any] = {
     "report": REPORT,

@@ -29,10 +29,11 @@ from decode.common.files import read_json, read_json_object
 from decode.common.published import published
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
-from decode.common.typed_json import to_json
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
 from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
+from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.data.mixture import DataManifests
@@ -255,8 +256,10 @@ def _published_in_full(metadata: DraftMetadata) -> set[str]:
 
 def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, Any] | None:
     """speculation_profile.json of the published draft, which goes by the name of its repository."""
-    entries = [{**entry, "draft": repo} for entry in inputs.own_entries]
-    profile = speculation_profile(inputs.report, entries) if inputs.report else None
+    if inputs.report is None:
+        return None
+    entries = [from_json(MethodResult, {**entry, "draft": repo}) for entry in inputs.own_entries]
+    profile = to_json(speculation_profile(from_json(EvalReport, inputs.report), entries))
     selected: dict[str, Any] | None = redaction.select(
         profile, PROFILE, "speculation_profile.json", known
     )

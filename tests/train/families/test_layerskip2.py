@@ -283,7 +283,7 @@ def test_training_raises_acceptance_and_keeps_the_target_close() -> None:
     items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(prompts)]
     drift = measure_target_drift(old, own, items, 24, 4, 0)
     lost = measure_target_drift(old, tiny_target(noisy(model, 0.1)), items, 24, 4, 0)
-    assert 0 < drift["kl"] < lost["kl"]
+    assert 0 < drift.kl < lost.kl
 
 
 # ---- the command ----

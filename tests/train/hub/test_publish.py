@@ -257,7 +257,8 @@ def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
     folder = drafts.draft(tmp_path / "d")
     sha = drafts.sha_of(folder)
     measured = {
-        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
+        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position": [0.5] * 4,
+        "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
         "mean_accept_length": {"pooled": 2.1, "ci": [1.2, 2.9], "per_request": 2.2, "per_request_ci": None},
         "draft": f"{tmp_path}/d", "k": 4,
     }  # fmt: skip
@@ -315,10 +316,10 @@ def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
     [
         ({"family": "medusa"}, "is not of family eagle3 and tokenizer 33c2eb365440cc00"),
         ({"target": {"name": "x", "tokenizer": "0" * 16}}, "is not of family eagle3 and tokenizer"),
-        ({"target": None}, "target has no 'name'"),
+        ({"target": None}, "target is not a mapping"),
         ({"points": None}, "is not data_curve.json of scripts/lab/data_curve.py"),
         ({"points": []}, "has no points"),
-        ({"worth": "much"}, "data_curve.json: worth is not a number"),
+        ({"worth": "much"}, "worth is not a number"),
     ],
 )
 def test_data_curves_of_other_drafts_are_refused(
