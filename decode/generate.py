@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -53,6 +54,10 @@ ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue
 
 @dataclass
 class GenerateConfig(PlacedTargetSettings):
+    COMMON: ClassVar[str] = (
+        "target draft prompt prompts k lookup temperature max_new_tokens dtype device mode"
+    )
+
     prompt: str = ""
     """The text to continue, or to answer if the target has a chat template."""
     prompt_file: str = ""

@@ -19,7 +19,8 @@ from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
 from decode.common.run_dir import check_file
 from eval.reporting.advice import advice_markdown, advise
-from eval.results.report import read_report, read_tuned, target_name
+from eval.results.report import read_report
+from eval.results.tuned import read_tuned
 
 
 @dataclass
@@ -44,7 +45,7 @@ def main(s: AdviseConfig) -> None:
     report = read_report(Path(s.report))
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)
-    text = advice_markdown(advice, target_name(report))
+    text = advice_markdown(advice, report.target.name)
     if s.out:
         write_atomically(Path(s.out), text)
     sys.stdout.write(text)

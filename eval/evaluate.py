@@ -1,26 +1,23 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from rich.progress import Progress
 
+from decode.checkpoints.draft_folder import draft_sha256, is_altered, trained_for
 from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
 from decode.common.settings import to_yaml
-from decode.common.typed_json import to_json
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
-from decode.drafts.base import draft_sha256, is_altered, trained_for
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
-from decode.verification.registry import find_rule
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import earlier_targets
@@ -28,24 +25,30 @@ from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
     build_methods,
-    describe_adaptive,
-    describe_lookup,
-    describe_mirror,
-    describe_tree,
+    describe_method,
     fit_simulated_drafts,
     simulated_alpha,
     verification_name,
 )
-from eval.benchmark.timing import FailedPrompt, TimingContext, TimingResult
+from eval.benchmark.timing import TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
-from eval.metrics import acceptance, roofline
-from eval.metrics.bootstrap import ALL_TASKS
+from eval.metrics.acceptance import Acceptance, match_prompts
+from eval.metrics.bootstrap import ALL_TASKS, paired_difference
 from eval.metrics.speedup_model import StepCost, predict_speedup, with_batch_rounds
+from eval.results.report import (
+    SCHEMA,
+    AlphaDifference,
+    EvalReport,
+    FailedPrompt,
+    MethodResult,
+    NotCompared,
+    PhaseMs,
+    PlainSpeed,
+)
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
 
-SCHEMA = 1
 GPU_UTILISATION_PROMPTS = 8
 
 
@@ -89,7 +92,7 @@ class EvalContext:
 
 def evaluate(
     s: EvalConfig, target: Target, journal: Journal, progress: Progress | ProgressLog
-) -> tuple[dict[str, Any], list[tuple[str, float, DecodeRecord]]]:
+) -> tuple[EvalReport, list[tuple[str, float, DecodeRecord]]]:
     """(the report, the records that it was computed from, as (method, temperature, record))."""
     items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
@@ -105,45 +108,46 @@ def evaluate(
     )
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
-    report: dict[str, Any] = {
-        "schema": SCHEMA,
-        "target": to_json(target.describe()),
-        "earlier_targets": earlier_targets(journal),
-        "tasks": [loading.task_version(task) for task in s.tasks],
-        **to_json(provenance.collect()),
-        "seed": s.seed,
-        "resumed": journal.num_resumed,
-        "baseline": {},
-        "methods": [],
-        "domains": [],
-    }
-    lines = []
+    lines, entries = [], []
     results = {}
     for temperature in s.temperatures:
         result = results[temperature] = _time_all_methods(work, temperature)
-        _add_entries(work, report, temperature, result, references)
+        entries += _method_results(work, temperature, result, references)
         for method in methods:
             lines += [(method.name, temperature, record) for record in result.records[method]]
-    first = report["methods"][0]
-    report["baseline"] = {key: first[key] for key in ("tokens_per_second", "ms_per_token")}
-    report["gpu_utilisation"] = _gpu_utilisation(work)
-    report["comparisons"] = _compare_acceptance(work)
-    report["engines"] = baselines.compare_engines(
-        s, target, methods, items,
-        {t: result.records[PLAIN_DECODING] for t, result in results.items()},
-        {t: result.answers for t, result in results.items()},
-        journal,
-    )  # fmt: skip
-    report["law"] = sampling_distribution.check_sampling_distribution(
-        s, target, model, methods, items, journal
-    )
+    drift = None
     if s.original:
         original = load_target(s.placement, s.original, s.device, s.dtype)
-        report["target_quality"] = measure_target_drift(
+        drift = measure_target_drift(
             original, target, items, s.max_new_tokens, s.acceptance.rows, s.seed
         )
-    report["settings"] = to_yaml(s)
-    return roofline.with_model_sizes(report), lines
+    of_tasks = [m for m in entries if m.domain is None]
+    report = EvalReport(
+        schema=SCHEMA,
+        target=target.describe(),
+        earlier_targets=earlier_targets(journal),
+        tasks=[loading.task_version(task) for task in s.tasks],
+        **vars(provenance.collect()),
+        seed=s.seed,
+        resumed=journal.num_resumed,
+        baseline=PlainSpeed(of_tasks[0].tokens_per_second.value, of_tasks[0].ms_per_token),
+        methods=of_tasks,
+        domains=[m for m in entries if m.domain is not None],
+        gpu_utilisation=_gpu_utilisation(work),
+        comparisons=_compare_acceptance(work),
+        engines=baselines.compare_engines(
+            s, target, methods, items,
+            {t: result.records[PLAIN_DECODING] for t, result in results.items()},
+            {t: result.answers for t, result in results.items()},
+            journal,
+        ),
+        law=sampling_distribution.check_sampling_distribution(
+            s, target, model, methods, items, journal
+        ),
+        target_quality=drift,
+        settings=to_yaml(s),
+    )  # fmt: skip
+    return report.with_models(), lines
 
 
 def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
@@ -181,19 +185,16 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
     return result
 
 
-def _add_entries(
+def _method_results(
     work: EvalContext,
-    report: dict[str, Any],
     temperature: float,
     result: TimingResult,
     references: dict[tuple[str, str], list[int]],
-) -> None:
-    """Adds the elements of this temperature to report["methods"] and report["domains"]."""
+) -> list[MethodResult]:
+    """Of every method and group of prompts at this temperature."""
     s = work.s
     paths = {m.name: m.draft for m in s.methods}
     prompts = {(item.task, item.id): item for item in work.items}
-    domains = {key: item.domain for key, item in prompts.items()}
-    domains |= {(failure.task, failure.id): "" for failure in work.undecodable}
     scores = {
         method: {
             (r.task, r.id): answer_quality.score_answer(
@@ -205,40 +206,82 @@ def _add_entries(
     }
     steps = _measure_steps(work, temperature)
     costs = {
-        m: StepCost(**steps[m.label]["cost"])
+        m: StepCost(**cost) if (cost := steps.get(m.label, {}).get("cost")) else None
         for m in work.methods
-        if m.label in steps and steps[m.label]["cost"] is not None
     }
-    rounds = {m: with_batch_rounds(records) for m, records in result.records.items()}
-    plain_rounds = {(x.record.task, x.record.id): x for x in rounds[PLAIN_DECODING]}
+    plain = result.records[PLAIN_DECODING]
+    plain_rounds = {(x.record.task, x.record.id): x for x in with_batch_rounds(plain)}
+    found = []
     for method in work.methods:
-        measured = steps.get(method.label, {})
-        phases, mirror = measured.get("phases"), measured.get("mirror")
-        failures = [*work.undecodable, *result.failures[method]]
+        path, measured = paths.get(method.name, ""), steps.get(method.label, {})
+        sha256 = draft_sha256(path) if path else None
         mismatches = _greedy_mismatches(work, method, temperature, result, references)
+        rounds = with_batch_rounds(result.records[method])
+        of_all = {
+            **describe_method(s.methods, method, measured.get("mirror")),
+            "draft": path or None,
+            "family": draft_family_name(method, path),
+            "temperature": temperature,
+            "top_k": s.top_k,
+            "top_p": s.top_p,
+            "batch_size": s.batch_size,
+            "draft_sha256": sha256,
+            "draft_altered": is_altered(path, sha256),
+            "trained_for": trained_for(path) if path else None,
+            "mode": s.mode,
+            "dtype": s.dtype,
+            "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "")
+            or s.dtype,
+            "verification": verification_name(method, temperature),
+            "repeated_turns": result.repeated_turns,
+        }
         for group in work.groups():
-            own = [r for r in result.records[method] if group.contains(r.task, r.domain)]
+            own_rounds = [x for x in rounds if group.contains(x.record.task, x.record.domain)]
+            own = [x.record for x in own_rounds]
             items = [prompts[r.task, r.id] for r in own]
-            quality = answer_quality.compare_answer_quality(
-                items, scores[method], scores[PLAIN_DECODING], s.seed
+            predicted, missing = predict_speedup(
+                [plain_rounds[r.task, r.id] for r in own],
+                own_rounds, costs[PLAIN_DECODING], costs[method],
+            )  # fmt: skip
+            if method.draft is None:
+                predicted, missing = None, "speed-ups are relative to plain decoding"
+            found.append(
+                MethodResult.measure(
+                    own,
+                    plain,
+                    method.k,
+                    s.seed,
+                    **of_all,
+                    task=group.task,
+                    domain=group.domain or None,
+                    tokens_after_eos=sum(
+                        count_tokens_after_eos(r.output_ids, work.target.eos) for r in own
+                    ),
+                    failed=[
+                        failure
+                        for failure in [*work.undecodable, *result.failures[method]]
+                        if group.contains(failure.task, _domain_of(prompts, failure))
+                    ],
+                    quality=answer_quality.compare_answer_quality(
+                        items, scores[method], scores[PLAIN_DECODING], s.seed
+                    ),
+                    predicted_speedup=predicted,
+                    prediction_missing=missing,
+                    phase_ms=PhaseMs(**measured["phases"])
+                    if group == PromptGroup() and measured.get("phases")
+                    else None,
+                    lossless=NotCompared(None, len(own))
+                    if mismatches is None
+                    else greedy_equivalence.greedy_verdict(items, mismatches),
+                )
             )
-            verdict = None
-            if mismatches is not None:
-                verdict = greedy_equivalence.greedy_verdict(items, mismatches)
-            own_rounds = [
-                x for x in rounds[method] if group.contains(x.record.task, x.record.domain)
-            ]
-            prediction = predict_speedup(
-                [plain_rounds[x.record.task, x.record.id] for x in own_rounds],
-                own_rounds, costs.get(PLAIN_DECODING), costs.get(method),
-            )  # fmt: skip
-            entry = method_entry(
-                s, method, paths.get(method.name, ""), group, temperature, own,
-                result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
-                verdict, phases if group == PromptGroup() else None, mirror, prediction, work.target.eos,
-            )  # fmt: skip
-            entry["repeated_turns"] = result.repeated_turns
-            report["domains" if group.domain else "methods"].append(entry)
+    return found
+
+
+def _domain_of(prompts: Mapping[tuple[str, str], TaskPrompt], failure: FailedPrompt) -> str:
+    """Empty for a prompt that no method can decode."""
+    item = prompts.get((failure.task, failure.id))
+    return "" if item is None else item.domain
 
 
 def _measure_steps(work: EvalContext, temperature: float) -> dict[str, dict[str, Any]]:
@@ -303,7 +346,7 @@ def _greedy_mismatches(
     )
 
 
-def _compare_acceptance(work: EvalContext) -> list[dict[str, Any]]:
+def _compare_acceptance(work: EvalContext) -> list[AlphaDifference]:
     """The difference of α of each pair in `acceptance.pairs`, on all tasks together and on each."""
     s, comparison = work.s, work.s.acceptance
     wanted = [m for m in work.methods if any(m.name in pair for pair in comparison.pairs)]
@@ -324,8 +367,12 @@ def _compare_acceptance(work: EvalContext) -> list[dict[str, Any]]:
             own, other = (
                 [x for x in records[name] if task in (ALL_TASKS, x.task)] for name in (a, b)
             )
-            place = {"a": a, "b": b, "task": task, "temperature": comparison.temperature}
-            differences.append({**place, **acceptance.compare_alpha(own, other, s.k, s.seed)})
+            # Over the positions of the shorter drafts.
+            first, second = (Acceptance.of(x, s.k).alpha for x in (own, match_prompts(own, other)))
+            difference = paired_difference(first, second, s.seed)
+            differences.append(
+                AlphaDifference(a, b, task, comparison.temperature, "alpha", difference, len(own))
+            )
     return differences
 
 
@@ -346,67 +393,6 @@ def _decode_for_acceptance(
     return [DecodeRecord(**values) for values in kept]
 
 
-def method_entry(
-    s: EvalConfig,
-    method: Method,
-    path: str,
-    group: PromptGroup,
-    temperature: float,
-    records: Sequence[DecodeRecord],
-    plain: Sequence[DecodeRecord],
-    quality: list[dict[str, Any]],
-    failures: Sequence[FailedPrompt],
-    verdict: dict[str, Any] | None,
-    phases: dict[str, float] | None,
-    mirror: dict[str, float | None] | None,
-    prediction: tuple[float | None, str | None],
-    eos: frozenset[int],
-) -> dict[str, Any]:
-    """One element of report["methods"] or report["domains"].
-
-    `records` are the method's on the prompts of `group`, `plain` those of plain decoding on (at least) these prompts.
-    `prediction` is that of `predict_speedup`; plain decoding gets none.
-    """
-    predicted, missing = prediction
-    if method.draft is None:
-        predicted, missing = None, "speed-ups are relative to plain decoding"
-    sha256 = draft_sha256(path) if path else None
-    return {
-        "name": method.name,
-        "draft": path or None,
-        "family": draft_family_name(method, path),
-        "k": method.k,
-        "tree": describe_tree(method.shape),
-        "lookup": describe_lookup(s.methods, method.name),
-        "adaptive": describe_adaptive(s.methods, method.name),
-        "mirror": describe_mirror(method, mirror),
-        "temperature": temperature,
-        "top_k": s.top_k,
-        "top_p": s.top_p,
-        "batch_size": s.batch_size,
-        "task": group.task,
-        "domain": group.domain or None,
-        **acceptance.summarize(records, plain, method.k, s.seed),
-        "finish": dict(sorted(Counter(r.finish_reason for r in records).items())),
-        "tokens_after_eos": sum(count_tokens_after_eos(r.output_ids, eos) for r in records),
-        "failed": [asdict(failure) for failure in failures],
-        "quality": quality,
-        "draft_sha256": sha256,
-        "draft_altered": is_altered(path, sha256),
-        "trained_for": trained_for(path) if path else None,
-        "mode": s.mode,
-        "dtype": s.dtype,
-        "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "") or s.dtype,
-        "verification": verification_name(method, temperature),
-        "lossy": not find_rule(method.rule).lossless,
-        "simulated": simulated_alpha(method),
-        "predicted_speedup": predicted,
-        "prediction_missing": missing,
-        "phase_ms": phases,
-        "lossless": verdict or {"greedy_identical": None, "prompts": len(records)},
-    }
-
-
 def draft_family_name(method: Method, path: str) -> str | None:
     """The family of a method's draft; None for plain decoding, and for a simulated draft."""
     if simulated_alpha(method) is not None:
@@ -420,10 +406,3 @@ def count_tokens_after_eos(ids: Sequence[int], eos: frozenset[int]) -> int:
     """Tokens after the first EOS. There must be none: counted, they would make one method look faster."""
     ends = [i for i, token in enumerate(ids) if token in eos]
     return len(ids) - 1 - ends[0] if ends else 0
-
-
-def filter_failures(
-    failures: Sequence[FailedPrompt], group: PromptGroup, domains: dict[tuple[str, str], str]
-) -> list[FailedPrompt]:
-    """The failures on prompts of the group; `domains` are by (task, id)."""
-    return [f for f in failures if group.contains(f.task, domains[f.task, f.id])]

@@ -17,13 +17,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -32,6 +33,7 @@ from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
+    DtypeName,
     MatchLength,
     Temperature,
     at_least,
@@ -39,7 +41,7 @@ from decode.common.ranges import (
 from decode.common.template_choice import TemplateSetting
 from decode.common.typed_json import to_json
 from decode.drafts import causal
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
@@ -58,9 +60,17 @@ from eval.forecasting.pages import forecast_markdown
 from eval.forecasting.rounds import ENGINE_RULES, TextChains, rules_of, text_from_json, text_to_json
 from eval.forecasting.rows import forecast_rows
 from eval.metrics.bootstrap import ALL_TASKS
+from eval.results.forecast import (
+    CostPoint,
+    EngineRule,
+    ForecastDraft,
+    ForecastReport,
+    ForecastRow,
+    KSchedule,
+)
+from eval.results.report import SCHEMA
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 
-SCHEMA = 1
 COMMAND = "eval/forecast.py"
 OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 """Patterns of the files that this command writes into its output folder."""
@@ -68,6 +78,8 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 @dataclass
 class ForecastConfig(MeasuringSettings):
+    COMMON: ClassVar[str] = "target draft tasks ks temperatures dtype out"
+
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""
     draft: str = "assets/draft"
@@ -110,9 +122,9 @@ class ForecastConfig(MeasuringSettings):
     """Prompts in the measurement of costs: the last ones of the tasks."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     """Number type of the target: float32, bfloat16 or float16."""
-    draft_dtype: str = "float32"
+    draft_dtype: DtypeName = "float32"
     """Number type of the draft."""
     out: str = "outputs/forecast"
 
@@ -201,7 +213,7 @@ def speculative_config(s: ForecastConfig, k: int) -> dict[str, Any]:
     return vllm_client.speculative_config(s.draft, k)
 
 
-def given_costs(source: str) -> list[costs.CostPoint]:
+def given_costs(source: str) -> list[CostPoint]:
     """The points of a JSON file; [] for none. UserError if it is not such a file."""
     if source == "none":
         return []
@@ -211,13 +223,13 @@ def given_costs(source: str) -> list[costs.CostPoint]:
 
 def measure_costs(
     s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
-) -> list[costs.CostPoint]:
+) -> list[CostPoint]:
     """Points at each batch and context with K = 0, the shortest and the longest; [] for costs none."""
     if s.costs not in ("ours", "vllm"):
         return given_costs(s.costs)
     prompts = [item.prompt_ids for item in items[-s.cost_prompts :]]
     ks = sorted({min(s.k), max(s.k)} | ({max(s.k) + 2} if len(s.k) == 1 else set()))
-    points: list[costs.CostPoint] = []
+    points: list[CostPoint] = []
     for context in s.contexts:
         for batch in s.batches:
 
@@ -239,28 +251,23 @@ def measure_costs(
 
 
 def schedules(
-    rows: Sequence[dict[str, Any]], by_shape: dict[tuple[int, int], costs.EngineCost]
-) -> list[dict[str, Any]]:
+    rows: Sequence[ForecastRow], by_shape: dict[tuple[int, int], costs.EngineCost]
+) -> list[KSchedule]:
     """Throughput and the best K by batch size for each temperature, rule and context with several batch sizes."""
     found = []
-    pooled = [row for row in rows if row["task"] == ALL_TASKS]
+    pooled = [row for row in rows if row.task == ALL_TASKS]
     for context in sorted({context for context, _ in by_shape}):
         own = {batch: cost for (at, batch), cost in by_shape.items() if at == context}
-        for temperature, rule in dict.fromkeys((x["temperature"], x["rule"]) for x in pooled):
-            tau = {
-                x["k"]: x["tau"]
-                for x in pooled
-                if (x["temperature"], x["rule"]) == (temperature, rule) and x["tau"] is not None
-            }
-            place = {"temperature": temperature, "rule": rule, "context": context}
-            found.append(place | costs.schedule_entry(own, tau))
+        for temperature, rule in dict.fromkeys((x.temperature, x.rule) for x in pooled):
+            of_rule = [x for x in pooled if (x.temperature, x.rule) == (temperature, rule)]
+            tau = {x.k: x.tau.value for x in of_rule if x.tau.value is not None}
+            found.append(costs.k_schedule(own, tau, temperature, rule, context))
     return found
 
 
 def forecast(
     s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
-) -> dict[str, Any]:
-    """forecast.json."""
+) -> ForecastReport:
     texts = measure_texts(s, target, draft, items, journal)
     points = measure_costs(s, target, draft, items, journal)
     by_shape = costs.group_costs(points)
@@ -268,25 +275,25 @@ def forecast(
     rows = forecast_rows(
         texts, sorted(s.k), rules=rules, seed=s.seed, cost=by_shape.get((min(s.contexts), 1))
     )
-    return {
-        "schema": SCHEMA,
-        "target": to_json(target.describe()),
-        "earlier_targets": earlier_targets(journal),
-        "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
-        "tasks": [task_version(task) for task in s.tasks],
-        "max_new_tokens": s.max_new_tokens,
-        "engines": [
-            {"engine": engine, **asdict(x)}
+    return ForecastReport(
+        schema=SCHEMA,
+        target=target.describe(),
+        earlier_targets=earlier_targets(journal),
+        draft=ForecastDraft(s.draft, draft.name, draft_sha256(s.draft)),
+        tasks=[task_version(task) for task in s.tasks],
+        max_new_tokens=s.max_new_tokens,
+        engines=[
+            EngineRule(engine, x.rule, x.setting)
             for engine, accepts in ENGINE_RULES.items()
             for x in accepts
             if engine in s.engines and x.rule in rules
         ],
-        "rows": rows,
-        "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
-        "schedules": schedules(rows, by_shape),
-        "seed": s.seed,
-        **to_json(provenance.collect()),
-    }
+        rows=rows,
+        costs={"from": s.costs, "points": points},
+        schedules=schedules(rows, by_shape),
+        seed=s.seed,
+        **vars(provenance.collect()),
+    )
 
 
 def main(s: ForecastConfig) -> None:
@@ -302,7 +309,7 @@ def main(s: ForecastConfig) -> None:
         checksums = {s.draft: draft_sha256(s.draft)}
         journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
         result = forecast(s, target, draft, items, journal)
-        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(to_json(result), indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")
         page = forecast_markdown(result)
         files.write_atomically(out / "forecast.md", page)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -78,6 +78,10 @@ class ServedModel:
 
 @dataclass
 class LoadConfig(RunSettings):
+    COMMON: ClassVar[str] = (
+        "target servers tasks at_once requests turns max_new_tokens temperature out"
+    )
+
     target: str = ""
     """The target that is served: its tokenizer and chat template make the prompts."""
     servers: list[ServedModel] = field(default_factory=list)
@@ -98,16 +102,6 @@ class LoadConfig(RunSettings):
     ready: Annotated[float, above(0)] = 900.0
     """Seconds that a server which is started here may take until it answers."""
     out: str = "outputs/load"
-
-    def __post_init__(self) -> None:
-        if not self.target:
-            raise UserError(
-                "--target: name the model that is served, whose tokenizer makes the prompts"
-            )
-        if len({server.name for server in self.servers}) < max(2, len(self.servers)):
-            raise UserError(
-                "--servers: give two or more, each under its own name, the first without a draft"
-            )
 
 
 @dataclass
@@ -260,8 +254,21 @@ def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
     return table
 
 
+def check_settings(s: LoadConfig) -> None:
+    """UserError for settings that compare nothing."""
+    if not s.target:
+        raise UserError(
+            "--target: name the model that is served, whose tokenizer makes the prompts"
+        )
+    if len({server.name for server in s.servers}) < max(2, len(s.servers)):
+        raise UserError(
+            "--servers: give two or more, each under its own name, the first without a draft"
+        )
+
+
 def main(s: LoadConfig) -> None:
     """Measures every level of every server in turns, and writes load.json."""
+    check_settings(s)
     target = load_target(s.target, "cpu", with_layers=False)
     prompts = load_fitting_prompts(s.tasks, target)
     console = Console(stderr=True, highlight=False)

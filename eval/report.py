@@ -23,7 +23,8 @@ from decode.model.loading import load_tokenizer
 from eval.reporting.plots import ReportChart
 from eval.reporting.render import write_report
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
-from eval.results.report import read_report, read_tuned, target_name
+from eval.results.report import read_report
+from eval.results.tuned import read_tuned
 from eval.scaling.data_curve import curve_chart, read_data_curve
 
 
@@ -44,13 +45,11 @@ def main(s: ReportConfig) -> None:
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
     charts: list[ReportChart] = []
     if s.data_curve:
-        target = report["target"]
-        tokenizer = target.get("tokenizer", "") if isinstance(target, dict) else ""
-        charts.append(curve_chart(read_data_curve(s.data_curve, tokenizer)))
+        charts.append(curve_chart(read_data_curve(s.data_curve, report.target.tokenizer or "")))
     traces: list[TokenTrace] = []
     if (folder / "outputs.jsonl").is_file():
         try:
-            tokenizer = load_tokenizer(target_name(report))
+            tokenizer = load_tokenizer(report.target.name)
         except UserError as error:
             Console(stderr=True).print(f"report without token traces: {error}", highlight=False)
         else:

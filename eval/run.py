@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -37,6 +36,7 @@ from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
 from eval.reporting.render import terminal_table, write_report
 from eval.reporting.token_traces import read_outputs, select_traces
+from eval.results.report import EvalReport
 from eval.tasks import loading
 
 COMMAND = "eval/run.py"
@@ -65,27 +65,28 @@ def format_output_line(method: str, temperature: float, record: DecodeRecord) ->
     )
 
 
-def format_summary_line(report: dict[str, Any], out: Path) -> str:
+def format_summary_line(report: EvalReport, out: Path) -> str:
     """JSON: the fastest method of each temperature, pooled over tasks, the greedy verdict, failed prompts."""
-    pooled = [m for m in report["methods"] if m["task"] == "all"]
     best = {}
-    for temperature in sorted({m["temperature"] for m in pooled}):
-        top = max(
-            (m for m in pooled if m["temperature"] == temperature), key=lambda m: m["speedup"]
-        )
-        shown = ("name", "tau", "alpha", "speedup", "speedup_ci")
-        best[f"{temperature:g}"] = {key: top[key] for key in shown}
-    exact = [
-        m for m in pooled if m["temperature"] == 0 and not m["lossy"] and m["simulated"] is None
-    ]
-    verdicts = [m["lossless"]["greedy_identical"] for m in exact]
+    for temperature in sorted({m.temperature for m in report.pooled}):
+        own = [m for m in report.pooled if m.temperature == temperature]
+        top = max(own, key=lambda m: m.speedup.value or 0.0)
+        best[f"{temperature:g}"] = {
+            "name": top.name,
+            "tau": top.tau.value,
+            "alpha": top.alpha.value,
+            "speedup": top.speedup.value,
+            "speedup_ci": top.speedup.ci,
+        }
+    exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy and not m.simulated]
+    verdicts = [m.lossless.greedy_identical for m in exact]
     return json.dumps(
         {
             "report": str(out / "report.json"),
             "best": best,
             "greedy_identical": all(verdicts) if verdicts else None,
-            "failed": len({(f["task"], f["id"]) for m in pooled for f in m["failed"]}),
-            "law": None if report["law"] is None else report["law"]["passed"],
+            "failed": len({(f.task, f.id) for m in report.pooled for f in m.failed}),
+            "law": None if report.law is None else report.law.passed,
         }
     )
 

@@ -40,16 +40,10 @@ from decode.engine.engine import decode
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams
-from eval.metrics import acceptance
-from eval.metrics.bootstrap import (
-    Array,
-    Interval,
-    paired_difference_interval,
-    paired_ratio_interval,
-    ratio_or_none,
-)
+from eval.metrics.acceptance import Acceptance
+from eval.metrics.bootstrap import Array, Interval, Ratio, paired_difference, paired_ratio
 from eval.reporting.formatting import format_number, format_with_interval
-from eval.scaling.data_curve import DataCurve, law_of, missing_tokens, read_data_curve
+from eval.scaling.data_curve import DataCurve, missing_tokens, read_data_curve
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
 
 Counts = dict[str, dict[str, list[int]]]
@@ -84,12 +78,8 @@ def count_acceptance(
             rows=BATCH,
             seed=0,
         )
-        columns = (
-            acceptance.emitted_tokens(records),
-            acceptance.round_counts(records),
-            acceptance.accepted_by_position(records, k).sum(1),
-            acceptance.reached_by_position(records, k).sum(1),
-        )
+        found = Acceptance.of(records, k)
+        columns = [*found.tau, *found.alpha]
         counts[str(temperature)] = np.stack(columns, 1).tolist()
     return counts
 
@@ -100,23 +90,17 @@ def compare(counts: Array, others: Array, keep: float, retrain: float) -> dict[s
     `share` is the other target's accepted tokens a round ÷ the first one's. `verdict` is KEEP if its whole interval is
     at least `keep`, RETRAIN if the whole of it is below `retrain`, FINE_TUNE if it is all below `keep`, else NOT_CLEAR.
     """
-    emitted, rounds, accepted, reached = counts.T
-    other_emitted, other_rounds, other_accepted, other_reached = others.T
-    before = ratio_or_none(float((emitted - rounds).sum()), float(rounds.sum()))
-    after = ratio_or_none(float((other_emitted - other_rounds).sum()), float(other_rounds.sum()))
-    share = None if before is None or after is None else ratio_or_none(after, before)
-    interval = paired_ratio_interval(
-        other_emitted - other_rounds, other_rounds, emitted - rounds, rounds, 0
-    )
+    first, second = (Ratio(x[:, 0] - x[:, 1], x[:, 1]) for x in (counts, others))
+    alpha, other_alpha = (Ratio(x[:, 2], x[:, 3]) for x in (counts, others))
+    share = paired_ratio(second, first, 0)
+    after = second.value
     return {
         "tau": None if after is None else 1 + after,
-        "alpha": ratio_or_none(float(other_accepted.sum()), float(other_reached.sum())),
-        "alpha_difference_ci": paired_difference_interval(
-            other_accepted, other_reached, accepted, reached, 0
-        ),
-        "share": share,
-        "share_ci": interval,
-        "verdict": judge(interval, keep, retrain),
+        "alpha": other_alpha.value,
+        "alpha_difference_ci": paired_difference(other_alpha, alpha, 0).ci,
+        "share": share.value,
+        "share_ci": share.ci,
+        "verdict": judge(share.ci, keep, retrain),
     }
 
 
@@ -247,7 +231,7 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
 
 def add_missing_tokens(entries: list[dict[str, Any]], curve: DataCurve) -> None:
     """Adds `missing_tokens` to the entries of temperatures for which the data curve has a law of τ."""
-    laws = {f["temperature"]: law_of(f) for f in curve["forecasts"] if f["metric"] == "tau"}
+    laws = {f.temperature: f.law for f in curve.forecasts if f.metric == "tau"}
     for entry in entries:
         if entry.get("share") is not None and entry["temperature"] in laws:
             entry["missing_tokens"] = missing_tokens(laws[entry["temperature"]], entry["share"])

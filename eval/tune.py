@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -38,11 +37,13 @@ from eval.benchmark.config import TreeConfig
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
-from eval.metrics.acceptance import tau
+from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
-from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown
+from eval.reporting.formatting import escape_markdown, format_percent, table_markdown
+from eval.results.report import SCHEMA, TreeRecord
+from eval.results.tuned import ChosenSetting, PredictedCell, TreeLength, TunedReport
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.config import (
@@ -64,7 +65,6 @@ from eval.tuning.selection import (
 )
 from eval.tuning.sweep import SweepStage, full_batches, run_sweep
 
-SCHEMA = 1
 COMMAND = "eval/tune.py"
 OWNED_FILES = ("journal.jsonl", "tuned.json", "tuned.md", "tuned.yaml", "settings/*.yaml")
 """Patterns of the files that this command writes into its output folder."""
@@ -76,8 +76,7 @@ def tune(
     methods: Sequence[Method],
     journal: Journal,
     progress: Progress | ProgressLog,
-) -> dict[str, Any]:
-    """tuned.json."""
+) -> TunedReport:
     done: list[tuple[SweepStage, TimingResult]] = []
     predictions, trees = [], []
 
@@ -99,30 +98,28 @@ def tune(
             stage, expected = tree_stage(s, context, methods, temperature, journal)
             if stage.settings:
                 trees += compare_tree_lengths(stage, run(stage), expected)
-    return {
-        "schema": SCHEMA,
-        "target": to_json(context.target.describe()),
-        "earlier_targets": earlier_targets(journal),
-        "tasks": [loading.task_version(task) for task in s.tasks],
-        "drafts": draft_checksums([m for m in s.methods if not m.lookup]),
-        **to_json(provenance.collect()),
-        "seed": s.seed,
-        "bandwidth": journal.get_or_measure(
+    return TunedReport(
+        schema=SCHEMA,
+        target=context.target.describe(),
+        earlier_targets=earlier_targets(journal),
+        tasks=[loading.task_version(task) for task in s.tasks],
+        drafts=draft_checksums([m for m in s.methods if not m.lookup]),
+        **vars(provenance.collect()),
+        seed=s.seed,
+        bandwidth=journal.get_or_measure(
             ["bandwidth"], lambda: measure_bandwidth(context.target.runner.device)
         ),
-        "repeated_turns": sum(result.repeated_turns for _, result in done),
-        "chosen": select_fastest_settings(done, s.seed),
-        "predictions": summarize_predictions(predictions),
-        "trees": trees,
-        "cells": [cell for stage, result in done for cell in sweep_cells(stage, result, s.seed)],
-        "refused": {m.label: why for _, result in done for m, why in result.refused.items()},
-        "settings": to_yaml(s),
-    }
+        repeated_turns=sum(result.repeated_turns for _, result in done),
+        chosen=select_fastest_settings(done, s.seed),
+        predictions=summarize_predictions(predictions),
+        trees=trees,
+        cells=[cell for stage, result in done for cell in sweep_cells(stage, result, s.seed)],
+        refused={m.label: why for _, result in done for m, why in result.refused.items()},
+        settings=to_yaml(s),
+    )
 
 
-def predict_speedups(
-    s: TuneConfig, stage: SweepStage, result: TimingResult
-) -> list[dict[str, Any]]:
+def predict_speedups(s: TuneConfig, stage: SweepStage, result: TimingResult) -> list[PredictedCell]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
     predictions = []
     methods = dict.fromkeys((m.name, m.layers) for m in result.records if m != PLAIN_DECODING)
@@ -135,51 +132,46 @@ def predict_speedups(
         by_k[0] = result.records[PLAIN_DECODING]
         for task in [ALL_TASKS, *dict.fromkeys(record.task for record in by_k[0])]:
             own = {k: [x for x in xs if task in (ALL_TASKS, x.task)] for k, xs in by_k.items()}
-            place = {
-                "method": name, "layers": layers, "task": task, "temperature": stage.temperature,
-                "batch_size": stage.batch_size,
-            }  # fmt: skip
-            predictions += [
-                {**place, **cell} for cell in cross_validated_predictions(own, s.calibrate, s.seed)
-            ]
+            predictions += cross_validated_predictions(
+                own, s.calibrate, s.seed, method=name, layers=layers, task=task,
+                temperature=stage.temperature, batch_size=stage.batch_size,
+            )  # fmt: skip
     return predictions
 
 
 def compare_tree_lengths(
     stage: SweepStage, result: TimingResult, expected: dict[Method, float]
-) -> list[dict[str, Any]]:
+) -> list[TreeLength]:
     """Tokens a round of fixed trees: predicted from one half of the prompts, measured on the other."""
     test = every_other_prompt(result.records, 1)
     return [
-        {
-            "method": setting.name,
-            "setting": setting.description,
-            "temperature": stage.temperature,
-            "predicted_tau": expected[setting],
-            "tau": tau(test[setting]),
-        }
+        TreeLength(
+            setting.name,
+            setting.description,
+            stage.temperature,
+            expected[setting],
+            Acceptance.of(test[setting]).tau.value,
+        )
         for setting in result.records
         if setting in expected
     ]
 
 
 def write_eval_configs(
-    s: TuneConfig, items: Sequence[TaskPrompt], tuned: dict[str, Any], out: Path
+    s: TuneConfig, items: Sequence[TaskPrompt], tuned: TunedReport, out: Path
 ) -> None:
     """A configuration of eval/run.py for each temperature, batch size and domain: every method at its fastest."""
     folder = out / "settings"
     folder.mkdir(exist_ok=True)
-    places = dict.fromkeys((c["temperature"], c["batch_size"], c["task"]) for c in tuned["chosen"])
+    places = dict.fromkeys((c.temperature, c.batch_size, c.task) for c in tuned.chosen)
     for place in places:
         temperature, batch, task = place
-        own = [
-            c for c in tuned["chosen"] if (c["temperature"], c["batch_size"], c["task"]) == place
-        ]
-        best = max(own, key=lambda c: c["speedup"])
+        own = [c for c in tuned.chosen if (c.temperature, c.batch_size, c.task) == place]
+        best = max(own, key=lambda c: c.speedup.value or 0.0)
         text = (
             "# command: eval/run.py\n"
             f"# Written by eval/tune.py: {task}, temperature {temperature:g}, batch {batch}. "
-            f"Fastest: {best['method']}, {best['setting']}, {best['speedup']:.2f}x in rounds.\n"
+            f"Fastest: {best.method}, {best.setting}, {best.speedup.value:.2f}x in rounds.\n"
             + to_yaml(tuned_eval_config(s, items, own, temperature, batch, task))
         )
         name = f"T{temperature:g}-B{batch}-{task}.yaml"
@@ -191,7 +183,7 @@ def write_eval_configs(
 def tuned_eval_config(
     s: TuneConfig,
     items: Sequence[TaskPrompt],
-    own: Sequence[dict[str, Any]],
+    own: Sequence[ChosenSetting],
     temperature: float,
     batch: int,
     task: str,
@@ -200,10 +192,10 @@ def tuned_eval_config(
     by_name = {m.name: m for m in s.methods}
     methods = [
         replace(
-            by_name[c["method"]],
-            k=c["k"],
-            tree=TreeConfig(**(c["tree"] or {})),
-            layers=c["layers"] or by_name[c["method"]].layers,
+            by_name[c.method],
+            k=c.k,
+            tree=TreeConfig(**to_json(c.tree or TreeRecord())),
+            layers=c.layers or by_name[c.method].layers,
         )
         for c in own
     ]
@@ -214,27 +206,22 @@ def tuned_eval_config(
     )  # fmt: skip
 
 
-def render_markdown(tuned: dict[str, Any]) -> str:
+def render_markdown(tuned: TunedReport) -> str:
     """tuned.md: the chosen settings, and the median error of predictions from the other half of the prompts."""
-    predictions = tuned["predictions"]
-    error = (
-        NOT_MEASURED
-        if predictions["median_error"] is None
-        else format_percent(predictions["median_error"])
-    )
+    error, counted = format_percent(tuned.predictions.median_error), tuned.predictions.counted
     parts = [
-        f"# Tuned speculative decoding of {escape_markdown(tuned['target']['name'])}",
-        table_markdown(tuned_table(tuned)),
+        f"# Tuned speculative decoding of {escape_markdown(tuned.target.name)}",
+        table_markdown(tuned_table(tuned.chosen)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
-        f"prompts at other draft lengths: {error} (n = {predictions['counted']} that were measured closely enough).",
-        f"Turns that were repeated, since a setting stalled in them: {tuned['repeated_turns']}.",
+        f"prompts at other draft lengths: {error} (n = {counted} that were measured closely enough).",
+        f"Turns that were repeated, since a setting stalled in them: {tuned.repeated_turns}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def terminal_table(tuned: dict[str, Any]) -> RichTable:
+def terminal_table(tuned: TunedReport) -> RichTable:
     """The same table for the console, batch 1 only."""
-    table = tuned_table({"chosen": [c for c in tuned["chosen"] if c["batch_size"] == 1]})
+    table = tuned_table([c for c in tuned.chosen if c.batch_size == 1])
     rich = RichTable(*table.header, title=table.title)
     for row in table.rows:
         rich.add_row(*map(Text, row))  # Text: no markup in names
@@ -254,15 +241,15 @@ def main(s: TuneConfig) -> None:
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
         files.write_atomically(
-            out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
+            out / "tuned.json", json.dumps(to_json(tuned), indent=1, ensure_ascii=False) + "\n"
         )
         write_eval_configs(s, context.items, tuned, out)
         files.write_atomically(out / "tuned.md", render_markdown(tuned))
     console.print(terminal_table(tuned))
     line = {
         "tuned": str(out / "tuned.json"),
-        "counted": tuned["predictions"]["counted"],
-        "median_error": tuned["predictions"]["median_error"],
+        "counted": tuned.predictions.counted,
+        "median_error": tuned.predictions.median_error,
     }
     sys.stdout.write(json.dumps(line) + "\n")
 

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -39,7 +39,7 @@ from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
-from decode.common.ranges import Count, DraftLength, Temperature
+from decode.common.ranges import Count, DraftLength, DtypeName, Temperature
 from decode.common.run_dir import RunSettings, open_run
 from decode.common.template_choice import TemplateSetting
 from decode.common.typed_json import to_json
@@ -60,6 +60,8 @@ OUTPUTS = ("audit.json", "copy-*/**")
 
 @dataclass
 class AuditConfig(RunSettings):
+    COMMON: ClassVar[str] = "draft target served tasks out"
+
     out: str = "outputs/audit"
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
@@ -86,7 +88,7 @@ class AuditConfig(RunSettings):
     """Sampled: how often each prompt is decoded."""
     device: str = "auto"
     """Of our decoder."""
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     """Of both sides. In float32 equal functions accept equal tokens; in others a test compares them."""
 
 

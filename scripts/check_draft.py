@@ -42,7 +42,7 @@ class CheckDraftConfig:
 def main(s: CheckDraftConfig) -> None:
     """Prints the findings; exit code 1 if one of them is `refused` or `silent`."""
     if not s.draft or not s.engine:
-        raise UserError("give a draft's folder and --engine")
+        raise UserError(f"give a draft's folder and --engine, one of {', '.join(ENGINES)}")
     findings = check_draft_files(s.draft, s.engine, s.engine_version, s.target)
     wrong = [finding for finding in findings if finding.effect != IGNORED]
     version = s.engine_version or ENGINES[s.engine].version

@@ -22,20 +22,21 @@ published ones (decode/checkpoints/importers.py).
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import DraftLength
 from decode.common.run_dir import check_folder, replace_folder
-from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
+from decode.model.fingerprint import TargetRecord
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, load_tokenizer, tokenizer_fingerprint
 from decode.model.names import check_name
@@ -80,7 +81,7 @@ def main(s: ExportConfig) -> None:
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {s.draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
-    target = s.target or facts.get("target", {}).get("name", "")
+    target = s.target or (facts.target or TargetRecord()).name
     if s.format not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
         raise UserError(
             f"a draft of family {family} has no layout {s.format!r}: hf is for causal drafts, gguf for both, the "
@@ -95,8 +96,9 @@ def main(s: ExportConfig) -> None:
                 gguf_heads.write_head(path, folder / "model.gguf", target, s.dtype)
         elif s.format == "hf":
             exporters.export_hf(s.draft, target, folder)
-            if facts:  # the target's tokenizer may have more tokens
-                facts = {**facts, "tokenizer_hash": tokenizer_fingerprint(load_tokenizer(target))}
+            if facts.is_known:  # the target's tokenizer may have more tokens
+                own = tokenizer_fingerprint(load_tokenizer(target))
+                facts = replace(facts, tokenizer_hash=own)
         else:
             checkpoint = importers.read_checkpoint(path)
             if s.format == "flat":

@@ -31,13 +31,14 @@ if not __package__:
 
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
 from decode.drafts import causal
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target

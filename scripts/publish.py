@@ -4,17 +4,18 @@
       --repo me/my-draft
     python scripts/publish.py --samples outputs/quickstart/samples --repo me/my-samples --push --private
 
-Without --push nothing is sent: the folder is written and shown. Of draftsmith.json, the report and the manifest only
-known fields are published (train/hub/published_fields.py), and the card contains nothing else. A draft is refused if
-its report is of other weights, if its greedy output is not the target's, or if its files contain a secret, a local path
-or a pickle; samples are refused if a row contains a secret. The same command continues an interrupted upload. The last
-line is JSON.
+Without --push nothing is sent: the folder is written and shown. Published are the fields of draftsmith.json, the report
+and the manifest that their types name (decode/common/published.py), and the card contains nothing else. A draft is
+refused if its report is of other weights, if its greedy output is not the target's, or if its files contain a secret, a
+local path or a pickle; samples are refused if a row contains a secret. The same command continues an interrupted
+upload. The last line is JSON.
 """
 
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -25,14 +26,18 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
-from decode.drafts.base import read_metadata
+from decode.common.typed_json import to_json
+from decode.model.fingerprint import TargetRecord
 from decode.serving.checker import check_draft_files
 from eval.scaling.data_curve import read_data_curve
+from train.distill import DistillConfig
 from train.hub import publish, upload
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 
 CHECKED_ENGINES = {
@@ -47,6 +52,8 @@ CHECKED_ENGINES = {
 
 @dataclass
 class PublishConfig:
+    COMMON: ClassVar[str] = "draft report tuned forecast repo out push private"
+
     draft: str = ""
     """A draft's folder, as train/distill.py wrote it."""
     report: str = ""
@@ -87,30 +94,33 @@ def main(s: PublishConfig) -> None:
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
-        report, referee, tuned, forecast = (
-            read_json_object(path, what, keys, lists) if path else None
-            for path, what, keys, lists in (
-                (s.report, "report.json of eval/run.py", (), ("methods",)),
-                (s.referee, "the result of scripts/referee.py --out", ("draft_sha256",), ()),
-                (s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
-                (s.forecast, "forecast.json of eval/forecast.py", ("draft",), ("rows",)),
+        contents = {
+            name: read_json_object(path, what, keys, lists) if path else None
+            for name, path, what, keys, lists in (
+                ("report", s.report, "report.json of eval/run.py", (), ("methods",)),
+                (
+                    "referee",
+                    s.referee,
+                    "the result of scripts/referee.py --out",
+                    ("draft_sha256",),
+                    (),
+                ),
+                ("tuned", s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
+                (
+                    "forecast",
+                    s.forecast,
+                    "forecast.json of eval/forecast.py",
+                    ("draft",),
+                    ("rows",),
+                ),
             )
-        )
+        }
         curve = read_data_curve(s.data_curve) if s.data_curve else None
+        evidence = Evidence(**contents, data_curve=to_json(curve))
         draft = Path(s.draft)
-        # before the engines' rules are checked
-        publish.check_draft(draft, report, referee, tuned, curve, forecast)
+        publish.check_draft(draft, evidence)  # before the engines' rules are checked
         folder = publish.build_draft_folder(
-            draft,
-            report,
-            referee,
-            s.repo,
-            s.labels,
-            out,
-            check_engines(s.draft),
-            tuned,
-            curve,
-            forecast,
+            draft, evidence, s.repo, s.labels, out, DistillConfig, check_engines(s.draft)
         )
     print_folder(folder)
     try:
@@ -127,7 +137,7 @@ def main(s: PublishConfig) -> None:
 
 def check_engines(draft: str) -> dict[str, list[str]]:
     """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
-    target = read_metadata(draft).get("target", {}).get("name", "")
+    target = (read_metadata(draft).target or TargetRecord()).name
     local_target = target if Path(target, "config.json").is_file() else ""
     return {
         name: [

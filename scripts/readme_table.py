@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,9 +21,13 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.reporting.formatting import format_number, format_with_interval
-from eval.reporting.plots import GLYPHS, Point, axis_limits, dot_plot, recolor
-from eval.results.report import read_report
+from eval.reporting.figures import estimate_point
+from eval.reporting.formatting import NOT_MEASURED, format_estimate, format_number
+from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
+from eval.reporting.tables import COLUMNS, Column
+from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
+
+Entry = MethodResult | EngineResult
 
 
 @dataclass
@@ -41,7 +45,7 @@ class ReadmeTableConfig:
     """An .svg file to draw the speed-ups of all tasks together into, with their intervals; empty: none."""
 
 
-def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
+def render_table(report: EvalReport, layout: str = "pooled") -> str:
     """A Markdown table in the layout, and a line on how it was measured."""
     head, rows = method_rows(report, layout)
     lines = ["".join(f"| {cell} " for cell in row) + "|" for row in (head, *rows)]
@@ -49,141 +53,135 @@ def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
     return "\n".join([*lines, "", measurement_line(report)])
 
 
-def method_rows(report: dict[str, Any], layout: str) -> tuple[list[str], list[list[str]]]:
+def method_rows(report: EvalReport, layout: str) -> tuple[list[str], list[list[str]]]:
     """The headings, and a row for each method and engine at each temperature.
 
     Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together.
     """
-    tasks = list(dict.fromkeys(m["task"] for m in report["methods"] if m["task"] != ALL_TASKS))
+    tasks = list(dict.fromkeys(m.task for m in report.methods if not m.is_pooled))
     shown = tasks if len(tasks) > 1 else []
-    head = ["T", "method", *LAYOUTS[layout], *shown, "speed-up [95 %]"]
-    entries = all_entries(report)
-    pooled = [m for m in entries if m["task"] == ALL_TASKS]
-    by_task = {(m["name"], m["temperature"], m["task"]): m for m in entries}
+    columns = LAYOUTS[layout]
+    head = ["T", "method", *columns, *shown, "speed-up [95 %]"]
+    by_task = {(row_name(m), m.temperature, m.task): m for m in all_entries(report)}
     rows = []
-    for m in by_speed(pooled):
-        speedups = [by_task[m["name"], m["temperature"], task]["speedup"] for task in shown]
+    for m in by_speed(report):
+        speedups = [by_task[row_name(m), m.temperature, task].speedup for task in shown]
         rows.append(
             [
-                f"{m['temperature']:g}",
-                m["name"],
-                *(column(m) for column in LAYOUTS[layout].values()),
-                *(f"{format_number(speedup, 2)}×" for speedup in speedups),
-                format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
+                f"{m.temperature:g}",
+                row_name(m),
+                *(column(m) for column in columns.values()),
+                *(f"{format_number(speedup.value, 2)}×" for speedup in speedups),
+                format_estimate(m.speedup, 2, "×"),
             ]
         )
     return head, rows
 
 
-def by_speed(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lowest temperature first, and of each temperature the fastest first."""
-    return sorted(entries, key=lambda m: (m["temperature"], -(m["speedup"] or 0)))
+def all_entries(report: EvalReport) -> list[Entry]:
+    return [*report.methods, *report.engines]
 
 
-def draw_speedups(report: dict[str, Any]) -> str:
+def by_speed(report: EvalReport) -> list[Entry]:
+    """The entries of all tasks together: the lowest temperature first, and of each temperature the fastest first."""
+    pooled = [m for m in all_entries(report) if m.is_pooled]
+    return sorted(pooled, key=lambda m: (m.temperature, -(m.speedup.value or 0)))
+
+
+def row_name(m: Entry) -> str:
+    """The name of a method; of another engine the engine and its draft, in italics."""
+    if isinstance(m, MethodResult):
+        return m.name
+    names = {
+        "hf": "transformers",
+        "hf-assisted": "transformers, assisted by",
+        "hf-lookup": "transformers, prompt lookup",
+    }
+    engine = names.get(m.engine, m.engine)
+    return f"*{engine}*" if m.is_plain or m.engine == "hf-lookup" else f"*{engine} {m.name}*"
+
+
+def draw_speedups(report: EvalReport) -> str:
     """SVG of the speed-ups of all tasks together: a row for each method and engine, a colour for each temperature."""
-    pooled = [m for m in by_speed(all_entries(report)) if m["task"] == ALL_TASKS and m["speedup"]]
-    names = {m["temperature"]: f"temperature {m['temperature']:g}" for m in pooled}
+    timed = [m for m in by_speed(report) if m.speedup.value]
+    colors = {m.temperature: f"temperature {m.temperature:g}" for m in timed}
     points = {
-        (m["name"].strip("*"), names[m["temperature"]]): Point(0.0, m["speedup"], m["speedup_ci"])
-        for m in pooled
+        (row_name(m).strip("*"), colors[m.temperature]): estimate_point(m.speedup) for m in timed
     }
     rows = list(dict.fromkeys(row for row, _ in points))
-    title = ", ".join(
-        f"{glyph} {name}" for glyph, name in zip(GLYPHS, names.values(), strict=False)
-    )
+    names = list(colors.values())
+    title = ", ".join(f"{glyph} {name}" for glyph, name in zip(GLYPHS, names, strict=False))
     limits = axis_limits(points.values(), 1.0)
-    colors = list(names.values())
-    return recolor(
-        dot_plot(points, rows, colors, title, "speed-up over plain decoding", limits, line_at=1.0)
-    )
+    axis = "speed-up over plain decoding"
+    return recolor(dot_plot(points, rows, names, title, axis, limits, line_at=1.0))
 
 
-def all_entries(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of our methods and of other engines."""
-    return [*report["methods"], *map(engine_entry, report.get("engines") or [])]
-
-
-def measurement_line(report: dict[str, Any]) -> str:
+def measurement_line(report: EvalReport) -> str:
     """Prompts, lengths, machine and how many greedy outputs are the target's own."""
-    hardware = report["hardware"]
-    settings = yaml.safe_load(report["settings"])
-    pooled = [m for m in all_entries(report) if m["task"] == ALL_TASKS]
+    settings, machine = yaml.safe_load(report.settings or ""), report.hardware
+    pooled = [m for m in all_entries(report) if m.is_pooled]
     return (
-        f"{pooled[0]['prompts']} prompts, answers of up to {settings['max_new_tokens']} tokens, "
-        f"{draft_lengths(pooled)}, batch 1, {settings['dtype']}, {settings['mode']}; {hardware['device']}, "
-        f"{hardware['threads']} threads; {comparison_text(report)}"
+        f"{pooled[0].prompts} prompts, answers of up to {settings['max_new_tokens']} tokens, {draft_lengths(pooled)}, "
+        f"batch 1, {settings['dtype']}, {settings['mode']}; {machine.device}, {machine.threads} threads; "
+        f"{comparison_text(report)}"
     )
 
 
-def pooled_alpha(m: dict[str, Any]) -> str:
-    return "–" if m["alpha"] is None else format_with_interval(m["alpha"], m["alpha_ci"], 3)
+def of_method(column: Column) -> Callable[[Entry], str]:
+    """A column that other engines do not have."""
+    return lambda m: column(m) if isinstance(m, MethodResult) else NOT_MEASURED
 
 
-def alpha_by_position(m: dict[str, Any]) -> str:
+def alpha_by_position(m: MethodResult) -> str:
     """`0.31, 0.30, 0.44`; a dash at a position that was never reached."""
-    values = m.get("alpha_by_position") or []
-    return ", ".join("–" if value is None else format_number(value, 2) for value in values) or "–"
+    return ", ".join(format_number(x.value, 2) for x in m.alpha_by_position) or NOT_MEASURED
 
 
-def draft_ms(m: dict[str, Any]) -> str:
-    phases = m.get("phase_ms") or {}
-    return format_number(phases["draft"], 1) if "draft" in phases else "–"
-
-
-LAYOUTS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
     "pooled": {
-        "τ": lambda m: format_number(m["tau"], 2),
-        "α": pooled_alpha,
-        "tokens/s": lambda m: format_number(m["tokens_per_second"], 0),
+        "τ": lambda m: format_number(m.tau.value if isinstance(m, MethodResult) else m.tau, 2),
+        "α": of_method(COLUMNS["α"]),
+        "tokens/s": lambda m: format_number(
+            m.tokens_per_second.value if isinstance(m, MethodResult) else m.tokens_per_second, 0
+        ),
     },
     "positions": {
-        "τ [95 %]": lambda m: format_with_interval(m["tau"], m.get("tau_ci"), 2),
-        "α by position": alpha_by_position,
-        "draft, ms a round": draft_ms,
+        "τ [95 %]": lambda m: (
+            COLUMNS["τ"](m) if isinstance(m, MethodResult) else format_number(m.tau, 2)
+        ),
+        "α by position": of_method(alpha_by_position),
+        "draft, ms a round": of_method(
+            lambda m: format_number(None if m.phase_ms is None else m.phase_ms.draft, 1)
+        ),
     },
 }
 """{layout: {heading: the cell of a row}}: what stands between the method and its speed-ups."""
 
 
-def draft_lengths(entries: Sequence[dict[str, Any]]) -> str:
+def draft_lengths(entries: Sequence[Entry]) -> str:
     """`K = 3`, or, where methods differ, that of most of them first: `K = 3, but 6 (dspark, pard)`."""
     names: dict[int, list[str]] = {}
     for m in entries:
-        name = m["name"].strip("*")
-        if m["k"] > 0 and name not in names.get(m["k"], []):
-            names.setdefault(m["k"], []).append(name)
+        name = row_name(m).strip("*")
+        if m.k > 0 and name not in names.get(m.k, []):
+            names.setdefault(m.k, []).append(name)
     if not names:
         return "no drafts"
     usual, *others = sorted(names, key=lambda k: -len(names[k]))
     return f"K = {usual}" + "".join(f", but {k} ({', '.join(names[k])})" for k in others)
 
 
-def engine_entry(e: dict[str, Any]) -> dict[str, Any]:
-    """An element of the report's `engines` with the fields of its `methods` that the table shows."""
-    names = {
-        "hf": "transformers",
-        "hf-assisted": "transformers, assisted by",
-        "hf-lookup": "transformers, prompt lookup",
-    }
-    engine = names.get(e["engine"], e["engine"])
-    name = engine if e["name"] == "plain" or e["engine"] == "hf-lookup" else f"{engine} {e['name']}"
-    return {**e, "name": f"*{name}*", "alpha": None}
-
-
-def comparison_text(report: dict[str, Any]) -> str:
+def comparison_text(report: EvalReport) -> str:
     """The differences in α between methods, and how many greedy outputs are the target's own."""
-    parts = []
-    for c in report["comparisons"]:
-        if c["task"] == "all":
-            change = format_with_interval(c["difference"], c["ci"], 3)
-            parts.append(f"α of {c['a']} − {c['b']} at T = {c['temperature']:g}: {change}")
-    greedy = [
-        m["lossless"] for m in report["methods"] if m["task"] == "all" and m["temperature"] == 0
+    parts = [
+        f"α of {c.a} − {c.b} at T = {c.temperature:g}: {format_estimate(c.difference, 3)}"
+        for c in report.comparisons
+        if c.task == ALL_TASKS
     ]
-    same = sum(x["identical"] for x in greedy)
-    ties = sum(len(x["ties"]) for x in greedy)
-    total = sum(x["prompts"] for x in greedy)
+    greedy = [m.greedy for m in report.pooled if m.greedy is not None and m.temperature == 0]
+    same = sum(x.identical for x in greedy)
+    ties = sum(len(x.ties) for x in greedy)
+    total = sum(x.prompts for x in greedy)
     parts.append(
         f"greedy outputs equal to transformers' `generate`: {same} of {total} (ties {ties}, "
         f"failures {total - same - ties})."
@@ -199,10 +197,11 @@ def main(s: ReadmeTableConfig) -> None:
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
     head, rest = text.split(begin)
-    table = render_table(read_report(Path(s.report)), s.layout)
+    report = read_report(Path(s.report))
+    table = render_table(report, s.layout)
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     if s.picture:
-        write_atomically(Path(s.picture), draw_speedups(read_report(Path(s.report))))
+        write_atomically(Path(s.picture), draw_speedups(report))
 
 
 if __name__ == "__main__":

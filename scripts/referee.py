@@ -35,10 +35,10 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
-from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family
 from decode.model.loading import Target, load_target
 from decode.serving.log_counts import RequestCounts, pool

@@ -10,14 +10,14 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import lock
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.common.settings import parse_settings, to_dict
-from decode.drafts.base import METADATA_FILE
-from eval.results.report import draft_entries, read_report
+from eval.results.report import read_report
 from train.distill import DistillConfig
 from train.trainer.tracking import Tracker, check_tracker
 
@@ -36,7 +36,7 @@ def main(s: TrackReportConfig) -> None:
     report = read_report(folder / "report.json")
     what = "the metadata of a draft of train/distill.py"
     checksum = read_json_object(run / METADATA_FILE, what, ("draft_sha256",))["draft_sha256"]
-    entries = [m for m in draft_entries(report, checksum) if m["task"] == "all"]
+    entries = [m for m in report.of_draft(checksum) if m.is_pooled]
     if len(entries) == 0:
         raise UserError(
             f"{folder} measures other weights than those in {run}: run eval/run.py on it"
@@ -49,12 +49,11 @@ def main(s: TrackReportConfig) -> None:
         )
     trained = parse_settings(DistillConfig, "", ["--config", str(run / RUN_FILE)])
     step = trained.loop.steps
-    names = ("tau", "alpha", "acceptance_rate", "speedup")
     values = {
-        f"report/T{m['temperature']:g}/{name}": m[name]
+        f"report/T{m.temperature:g}/{name}": vars(m)[name].value
         for m in entries
-        for name in names
-        if m[name] is not None
+        for name in ("tau", "alpha", "acceptance_rate", "speedup")
+        if vars(m)[name].value is not None
     }
     for note in check_tracker(trained.tracker, trained.wandb, trained.project):
         print(note, file=sys.stderr)

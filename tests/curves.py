@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from decode.common.provenance import Hardware
+from decode.common.typed_json import to_json
+from decode.model.fingerprint import TargetRecord
 from eval.scaling.data_curve import TrainedPoint, build_curve
 
 TOKENIZER = "33c2eb365440cc00"
@@ -30,25 +33,24 @@ def curve(
         return TrainedPoint(size, seed, size, rows, max(10, rows // 5), {"0.0": each, "1.0": each})
 
     points = [point(size, seed, float(tau(size))) for size in sizes for seed in (0, 1)]
-    facts = {
-        "schema": 1,
-        "target": {"name": "org/target", "revision": None, "tokenizer": TOKENIZER},
-        "data": "outputs/samples",
-        "family": "eagle3",
-        "loss": "forward_kl",
-        "tasks": ["code@1"],
-        "k": 4,
-        "max_new_tokens": 64,
-        "temperatures": [0.0, 1.0],
-        "seeds": [0, 1],
-        "worth": worth,
-        "passes": 3.0,
-        "least_steps": 10,
-        "steps": 0,
-        **build_curve(points, point(0, 0, 1.31), [0.0, 1.0], 4, worth),
-        "argv": ["scripts/lab/data_curve.py"],
-        "git": "484a9eb4872de3f5cf111c91f2d764b3cd5eee92",
-        "versions": {"python": "3.11.7"},
-        "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
-    }
-    return json.loads(json.dumps(facts | changes))
+    found = build_curve(
+        points,
+        point(0, 0, 1.31),
+        [0.0, 1.0],
+        4,
+        worth,
+        target=TargetRecord("org/target", tokenizer=TOKENIZER),
+        data="outputs/samples",
+        family="eagle3",
+        loss="forward_kl",
+        tasks=["code@1"],
+        max_new_tokens=64,
+        seeds=[0, 1],
+        passes=3.0,
+        least_steps=10,
+        argv=["scripts/lab/data_curve.py"],
+        git="484a9eb4872de3f5cf111c91f2d764b3cd5eee92",
+        versions={"python": "3.11.7"},
+        hardware=Hardware("AMD EPYC", 0, 2),
+    )
+    return json.loads(json.dumps(to_json(found) | changes))

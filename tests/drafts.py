@@ -1,13 +1,16 @@
 """A draft's folder and reports about it as training and evaluation leave them, made up: for tests of publishing."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.checkpoints.draft_folder import METADATA_FILE, draft_sha256
+from decode.engine.records import DecodeRecord
+from eval.results.report import MethodResult, NotCompared
 
 SEED = 0
 
@@ -85,9 +88,16 @@ def entry(sha: str | None, name: str, task: str = "all", **changes: Any) -> dict
         "alpha_ci": [0.5871 + shift, 0.6342 + shift],
         "alpha_by_position": [0.7113, 0.6224 + shift, 0.5331, None],
         "alpha_by_position_ci": [[0.7003, 0.7205], [0.6006, 0.6407], [0.5008, 0.5609], None],
+        "acceptance_rate": 0.4481,
+        "acceptance_rate_ci": [0.42, 0.47],
+        "counts": {"rounds": 400, "drafted": 1600, "accepted": 538},
         "latency_ms": {"p50": 12.34, "p95": 23.45, "first_token": 57.64},
         "tokens_per_second": 123.45,
         "tokens_per_second_ci": [119.87, 126.01],
+        "ms_per_token": 8.1,
+        "predicted_speedup": None,
+        "phase_ms": None,
+        "verification": "greedy",
         "speedup": 1.4142 + shift,
         "speedup_ci": [1.3107 + shift, 1.5208 + shift],
         "mode": "eager",
@@ -120,43 +130,74 @@ def report(sha: str, *more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def measured(
+    records: Sequence[DecodeRecord],
+    k: int,
+    plain: Sequence[DecodeRecord] | None = None,
+    **facts: Any,
+) -> MethodResult:
+    """Of these records; what does not follow from them is made up."""
+    known = {
+        "name": "m", "draft": None, "tree": None, "temperature": 0.0, "batch_size": 1, "task": "all",
+        "draft_sha256": None, "mode": "eager", "dtype": "float32", "verification": "greedy", "lossy": False,
+        "predicted_speedup": None, "phase_ms": None, "lossless": NotCompared(None, 0),
+    }  # fmt: skip
+    return MethodResult.measure(records, records if plain is None else plain, k, 0, **known | facts)
+
+
+def cell(**changes: Any) -> dict[str, Any]:
+    """A measured, and with what it lacks a chosen setting of tuned.json."""
+    fields = {
+        "stage": "chains", "method": "eagle3", "setting": "K = 4", "k": 4, "tree": None, "temperature": 0.0,
+        "batch_size": 1, "task": "all", "prompts": 31, "tau": 2.0, "alpha": 0.6, "speedup": 1.7, "ci": [1.6, 1.8],
+        "rule": "exact", "held_out": 1.6888, "guide": None,
+    }  # fmt: skip
+    return fields | changes
+
+
 def tuned(sha: str, ks: dict[str, int]) -> dict[str, Any]:
     """tuned.json of the draft and of n-grams: {domain: its fastest K}, 2 to 6 tried, greedy and at temperature 1."""
     cells, chosen = [], []
     for temperature in (0.0, 1.0):
         for task, best in ks.items():
             for k in range(2, 7):
-                fields = {
-                    "method": "eagle3", "tree": None, "k": k, "temperature": temperature, "batch_size": 1,
-                    "task": task, "prompts": 31, "speedup": 1.7317 - abs(k - best) / 10, "ci": [1.6191, 1.8428],
-                }  # fmt: skip
+                fields = cell(
+                    k=k, setting=f"K = {k}", temperature=temperature, task=task,
+                    speedup=1.7317 - abs(k - best) / 10, ci=[1.6191, 1.8428],
+                )  # fmt: skip
                 cells += [fields, fields | {"method": "ngram", "speedup": 9.0}]
                 cells += [fields | {"batch_size": 8, "speedup": 9.0}]
-                if k == best:
-                    chosen.append(fields | {"held_out": 1.6888, "rule": "exact"})
+                chosen += [fields] * (k == best)
     return {
         "schema": 1,
+        "target": {"name": "org/target", "revision": None},
         "tasks": ["code@1", "prose@1"],
         "drafts": {"eagle3": sha},
         "git": "ccbfa456bfe89422e53c87af09f467dd2deb39c2",
         "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
         "chosen": chosen,
+        "predictions": {"cells": [], "counted": 0, "median_error": None},
         "cells": cells,
     }
 
 
 def forecast(sha: str) -> dict[str, Any]:
     """forecast.json of the draft: two rules, tasks and temperatures, K = 1 and 2; greedy drafts have τ 1.5 + K ÷ 10."""
+    rest = {
+        "prompts": 9, "texts": 9, "mean_accept_length": 1.5, "alpha": 0.5, "alpha_by_position": [],
+        "unconditional_by_position": [], "acceptance_rate": 0.5,
+        "counts": {"emitted": 9.0, "rounds": 6.0, "drafting_rounds": 6.0, "accepted": []},
+    }  # fmt: skip
     rows = [
         {"task": task, "temperature": t, "rule": rule, "k": k, "tau": (1.5 if rule == "greedy" else 7) + k / 10,
-         "tau_ci": [1.25, 1.75], "prompts": 9}
+         "tau_ci": [1.25, 1.75], **rest}
         for t, rules in ((0.0, ["greedy"]), (1.0, ["greedy", "probabilistic"]))
         for task in ("all", "code")
         for rule in rules
         for k in (1, 2)
     ]  # fmt: skip
-    draft = {"name": "drafts/x", "family": "eagle3", "sha256": sha}
-    return {"schema": 1, "draft": draft, "tasks": ["code@1"], "rows": rows}
+    draft, target = {"name": "drafts/x", "family": "eagle3", "sha256": sha}, {"name": "org/target"}
+    return {"schema": 1, "target": target, "draft": draft, "tasks": ["code@1"], "rows": rows}
 
 
 def assisted(name: str, **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from decode.checkpoints import eagle_layouts, head_layouts, layouts
-from decode.drafts.base import METADATA_FILE
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.drafts.medusa import MedusaDraft, MedusaModel

@@ -2,7 +2,7 @@
 
 import json
 
-from decode.drafts.base import draft_sha256, read_metadata
+from decode.checkpoints.draft_folder import draft_sha256, read_metadata
 from decode.serving.checker import check_draft_files
 from tests import worlds
 from train.hub import redaction
@@ -13,7 +13,7 @@ HEAD = worlds.ROOT / "assets" / "eagle3-smollm2"
 def test_the_shipped_head_is_the_measured_one() -> None:
     """Bug: weights or metadata of another run in the folder, or a table in the README of another head."""
     saved = draft_sha256(str(HEAD))
-    assert saved == read_metadata(str(HEAD))["draft_sha256"]
+    assert saved == read_metadata(str(HEAD)).draft_sha256
     report = json.loads((worlds.ROOT / "docs/results/smollm2.json").read_text())
     heads = [m for m in report["methods"] if m["name"].startswith("eagle3")]
     assert heads
@@ -22,7 +22,7 @@ def test_the_shipped_head_is_the_measured_one() -> None:
 
 def test_the_shipped_head_may_be_published() -> None:
     """Bug: a secret, a local path, a pickle, or a folder that no longer fits into the repository."""
-    redaction.check_folder(HEAD, {read_metadata(str(HEAD))["draft_sha256"]})
+    redaction.check_folder(HEAD, {read_metadata(str(HEAD)).draft_sha256})
     assert sum(path.stat().st_size for path in HEAD.rglob("*") if path.is_file()) < 25e6
 
 

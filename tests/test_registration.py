@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
+from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
+from decode.common.published import Word
 from decode.common.settings import parse_settings
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
 from decode.engine.engine import decode
@@ -46,6 +48,7 @@ from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.registry import TRAINED_FAMILIES, family_settings, register_trained
 from train.families.settings.base import FamilySettings
+from train.hub.evidence import Evidence
 from train.hub.publish import build_draft_folder
 from train.hub.upload import HubLabels
 from train.losses.objective import Criterion
@@ -118,7 +121,7 @@ class TrainableBigram(TrainableDraft):
 
 @dataclass
 class BigramSettings(FamilySettings):
-    family: str = "bigram"
+    family: Word = "bigram"
 
     description = "a table of bigrams"
     hub_tag = "bigram"
@@ -181,7 +184,7 @@ def trained(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_it_is_trained(trained: Path) -> None:
     """Catches a family that training does not learn of by its registration."""
-    assert read_metadata(str(trained))["family"] == "bigram"
+    assert read_metadata(str(trained)).family == "bigram"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert any("accept/tau" in line for line in lines)
     assert load_file(trained / layouts.WEIGHTS_FILE)["table"].abs().max() > 0
@@ -241,7 +244,9 @@ def test_the_report_calls_the_rule_lossy(report: dict[str, Any]) -> None:
 def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path: Path) -> None:
     """Catches a card or serving files that only exist for the families of this repository."""
     out = tmp_path / "published"
-    build_draft_folder(trained, report, None, "me/bigrams", HubLabels("org/target", "mit"), out)
+    build_draft_folder(
+        trained, Evidence(report), "me/bigrams", HubLabels("org/target", "mit"), out, DistillConfig
+    )
     card = (out / "README.md").read_text()
     assert "a table of bigrams" in card
     assert "decode/generate.py" in card
@@ -305,7 +310,7 @@ def test_missing_parts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Unfinished(FamilySettings):
-    family: str = "bigram"
+    family: Word = "bigram"
 
 
 FOREIGN = {name: [] for name in OWN} | {

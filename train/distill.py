@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -29,21 +29,22 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import (
+    METADATA_FILE,
+    MODEL_FILES,
+    check_saved_draft,
+    draft_sha256,
+)
 from decode.common import provenance
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero
+from decode.common.published import WORD, Place, Private, Revision
+from decode.common.ranges import CountOrZero, DtypeName
 from decode.common.run_dir import RunSettings
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
-from decode.drafts.base import (
-    METADATA_FILE,
-    MODEL_FILES,
-    check_request,
-    check_saved_draft,
-    draft_sha256,
-)
+from decode.drafts.base import check_request
 from decode.model import attention
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
@@ -96,11 +97,16 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass
 class DistillConfig(RunSettings):
+    COMMON: ClassVar[str] = (
+        "target data draft.family draft.init loss loop.epochs loop.steps loop.batch_size loop.micro_batch loop.lr "
+        "loop.max_length target_dtype tracker out dry_run"
+    )
+
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
 
-    target: str = "assets/target"
+    target: Place = "assets/target"
     """The model whose distributions the draft learns: folder or Hub name."""
-    revision: str | None = None
+    revision: Revision | None = None
     """Commit, tag or branch of a target on the Hub."""
     data: DataSpec = "outputs/samples"
     """A sampled set from train/sample.py, or several mixed: [{path: one, weight: 3}, {path: other, weight: 1}]."""
@@ -116,39 +122,39 @@ class DistillConfig(RunSettings):
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     weights: LossWeights = field(default_factory=LossWeights)
     """Weights of the parts of the loss of heads."""
-    features: str = ""
+    features: Private[str] = ""
     """Folder of the target's stored hidden states and distributions; those that are missing are computed in one pass
     before training. Empty: the target runs in every step."""
     features_top: CountOrZero = 0
     """features: 0 stores final hidden states, which give the whole distribution; K > 0 the K most probable tokens,
     which is biased where the target is flat (divergence.top of at most K leaves out the rest)."""
-    states: StatesServerConfig = field(default_factory=StatesServerConfig)
+    states: Private[StatesServerConfig] = field(default_factory=StatesServerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     check: AcceptanceEvalConfig = field(default_factory=AcceptanceEvalConfig)
     mixed_precision: launch.Precision = "auto"
     """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, else fp32.
     fp16, with scaled gradients, is for GPUs without bf16."""
-    target_dtype: str = "float32"
+    target_dtype: Annotated[DtypeName, WORD] = "float32"
     """Precision of the frozen target."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    tracker: TrackerName = "wandb"
+    placement: Private[PlacementConfig] = field(default_factory=PlacementConfig)
+    tracker: Private[TrackerName] = "wandb"
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    wandb: Private[Literal["auto", "online", "offline", "disabled"]] = "auto"
     """Weights & Biases; auto: what WANDB_MODE says, else online if wandb finds a login, else offline. metrics.jsonl is
     always written."""
-    project: str = ""
+    project: Private[str] = ""
     """Project in Weights & Biases or Trackio; empty: that of WANDB_PROJECT, else draftsmith."""
-    publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
-    out: str = "outputs/drafts/causal"
+    publish: Private[TrainingPublishConfig] = field(default_factory=TrainingPublishConfig)
+    out: Private[str] = "outputs/drafts/causal"
     """Folder of the draft and its checkpoints."""
-    resume: bool = False
+    resume: Private[bool] = False
     """Continue in `out` although the settings differ (a run with equal settings resumes by itself)."""
-    allow_changed: bool = False
+    allow_changed: Private[bool] = False
     """Go on although the target (its weights or dtype), the sampled set, `draft.init` or stored features are others
     than before, or the samples are another target's answers. Right if you know that the difference does not matter, as
     after adding prompts to the set or for answers of a target that was fine-tuned a little since."""
-    dry_run: bool = False
+    dry_run: Private[bool] = False
     """Only estimate what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
 
 

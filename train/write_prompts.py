@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -48,6 +48,8 @@ MARK = "\ue000"  # a character of private use, which no template holds
 
 @dataclass
 class WritePromptsConfig(RunSettings, TargetSettings):
+    COMMON: ClassVar[str] = "target out dtype count kinds"
+
     target: str = "assets/target"
     """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
     out: str = "outputs/prompts"

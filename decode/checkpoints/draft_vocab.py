@@ -7,7 +7,6 @@ FR-Spec: Zhao et al., arXiv 2502.14856.
 """
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,15 @@ def save_ids(folder: Path, ids: torch.Tensor | None) -> None:
         write_atomically(folder / VOCAB_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
-def read_ids(folder: str, vocab_size: int, facts: Mapping[str, Any]) -> torch.Tensor | None:
-    """[Vd] int64: the ids in the folder of a draft whose draftsmith.json is `facts`; None for a whole vocabulary.
+def read_ids(folder: str, vocab_size: int, recorded: bool) -> torch.Tensor | None:
+    """[Vd] int64: the ids in a draft's folder; None for a whole vocabulary.
 
-    UserError if the file is missing although draftsmith.json records a reduced vocabulary, if it is damaged, or if its
-    ids do not rise within the first `vocab_size` ids.
+    UserError if the file is missing although draftsmith.json `recorded` one, if it is damaged, or if its ids do not
+    rise within the first `vocab_size` ids.
     """
     file = Path(folder) / VOCAB_FILE
     if not file.is_file():
-        if facts.get("vocabulary") is not None:
+        if recorded:
             raise UserError(
                 f"draft {folder!r} was trained on a reduced vocabulary and has no {VOCAB_FILE}: get its files again"
             )

@@ -14,24 +14,21 @@ from decode.common.errors import UserError
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> HeadConfig:
     """config.json of Medusa heads for a target with this text config and `vocab` logits."""
-    fields = _medusa_fields(target.hidden_size, heads, layers, biases=True, shared=False)
-    return HeadConfig(fields | {"vocab_size": vocab, "truncated_vocab_size": vocab})
-
-
-def _medusa_fields(
-    hidden: int, heads: int, layers: int, biases: bool, shared: bool
-) -> dict[str, Any]:
-    return {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_hidden_layers": layers,
-        "medusa_fc_bias": biases,  # without it vLLM drops them
-        "original_lm_head": shared,
-        "max_paths": 64,
-        "topk": 10,
-    }
+    return HeadConfig(
+        {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": target.hidden_size,
+            "vocab_size": vocab,
+            "num_heads": heads,
+            "num_hidden_layers": layers,
+            "truncated_vocab_size": vocab,
+            "medusa_fc_bias": True,  # without it vLLM drops the biases
+            "original_lm_head": False,
+            "max_paths": 64,
+            "topk": 10,
+        }
+    )
 
 
 def medusa_counts(config: HeadConfig) -> tuple[int, int]:
@@ -73,13 +70,17 @@ def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
     matches = [re.match(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in renamed]
     blocks = [(int(m[1]), int(m[2])) for m in matches if m]
     first = renamed["blocks.0.layers.0.weight"]
-    fields = _medusa_fields(
-        first.shape[1],
-        1 + max(head for head, _ in blocks),
-        1 + max(layer for _, layer in blocks),
-        biases="blocks.0.layers.0.bias" in renamed,
-        shared="lm_heads.1.weight" not in renamed,
-    )
+    fields: dict[str, Any] = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": first.shape[1],
+        "num_heads": 1 + max(head for head, _ in blocks),
+        "num_hidden_layers": 1 + max(layer for _, layer in blocks),
+        "medusa_fc_bias": "blocks.0.layers.0.bias" in renamed,
+        "original_lm_head": "lm_heads.1.weight" not in renamed,
+        "max_paths": 64,
+        "topk": 10,
+    }
     if "lm_heads.0.weight" in renamed:
         size = renamed["lm_heads.0.weight"].shape[0]
         fields |= {"vocab_size": size, "truncated_vocab_size": size}

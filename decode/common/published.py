@@ -72,6 +72,13 @@ def publish_flag(value: Any, known: Known) -> bool:
     return value
 
 
+def publish_option(value: Any, known: Known) -> Any:
+    if isinstance(value, bool):
+        return value
+    kind = WORD if isinstance(value, str) else NUMBER
+    return kind.publish(value, known)
+
+
 NUMBER, FLAG = Kind(publish_number), Kind(publish_flag)
 
 
@@ -141,7 +148,8 @@ Withheld = Annotated[str, Kind(lambda value, known: WITHHELD)]
 """A text of other software, such as an error: published is only that there was one."""
 Argument = Annotated[Any, Kind(publish_argument)]
 """An argument of a chat template; of others than numbers and short texts only that there was one is published."""
-Option = float | bool | Word
+Option = Annotated[Any, Kind(publish_option)]
+"""A number, true or false, or a word."""
 PRIVATE = object()
 Private = Annotated[T, PRIVATE]
 """A field that is not published."""

@@ -8,6 +8,7 @@ A field has one range, for every number in it. Numbers that mean the same in sev
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -41,6 +42,28 @@ class Range:
         low = f"{'at least' if self.low_included else 'above'} {self.low:g}"
         high = f" and {'at most' if self.high_included else 'below'} {self.high:,}"
         return f"{zero}{low}{high if self.high != LARGEST else ''}"
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Marks a text that other tools spell otherwise: {their spelling: ours}."""
+
+    ours: Mapping[str, str]
+
+
+DtypeName = Annotated[
+    str,
+    Spellings(
+        {
+            "bf16": "bfloat16",
+            "fp16": "float16",
+            "half": "float16",
+            "fp32": "float32",
+            "float": "float32",
+        }
+    ),
+]
+"""The name of a dtype in settings."""
 
 
 def at_least(low: float, most: float = LARGEST) -> Range:

@@ -17,6 +17,7 @@ from typing import Any
 from decode.common import damage, files, lock, provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
+from decode.common.published import Private
 from decode.common.ranges import Seed
 from decode.common.settings import drop_foreign, rename_keys, renamed_settings, to_dict, to_yaml
 from decode.common.typed_json import to_json
@@ -36,9 +37,9 @@ CONTROL_SETTINGS = ("overwrite", "resume", "allow_changed", "dry_run", "publish"
 class FolderSettings:
     """What every command that writes a folder can be told."""
 
-    out: str = ""
+    out: Private[str] = ""
     """Folder for what is written. A run that was stopped goes on where it stopped."""
-    overwrite: bool = False
+    overwrite: Private[bool] = False
     """Replace what an earlier run left in `out`."""
 
 

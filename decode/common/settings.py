@@ -14,10 +14,12 @@ import dataclasses
 import difflib
 import inspect
 import json
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -27,7 +29,7 @@ import yaml
 
 from decode.common.errors import UserError
 from decode.common.files import parse_yaml_value, read_yaml
-from decode.common.ranges import Range, check_ranges
+from decode.common.ranges import Range, Spellings, check_ranges
 
 T = TypeVar("T")
 SHAPES: dict[type, str] = {
@@ -51,6 +53,24 @@ class OneOf:
     """{value of that setting: the class}"""
 
 
+OTHER_NAMES = {
+    "learning_rate": "lr", "max_grad_norm": "clip", "warmup_ratio": "warmup", "warmup_steps": "warmup",
+    "num_train_epochs": "epochs", "max_steps": "steps", "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "batch_size", "max_seq_length": "max_length", "seq_length": "max_length",
+    "output_dir": "out", "save_path": "out", "model": "target", "model_name_or_path": "target",
+    "target_model_path": "target", "base_model": "target", "verifier": "target", "dataset": "data sources",
+    "data_path": "data sources", "train_data_path": "data sources", "draft_model": "draft", "assistant_model": "draft",
+    "num_speculative_tokens": "k", "num_assistant_tokens": "k", "num_draft_tokens": "k", "ttt_length": "steps",
+    "ttt_steps": "steps", "block_size": "block", "num_layers": "depth", "num_hidden_layers": "depth",
+    "target_layer_ids": "taps", "draft_vocab_size": "vocab", "num_anchors": "anchors", "max_anchors": "anchors",
+    "down_sample_ratio": "retention", "loss_decay_gamma": "decay", "strategy": "family", "speculator_type": "family",
+    "report_to": "tracker", "hidden_states_path": "features", "vllm_endpoint": "url", "max_tokens": "max_new_tokens",
+}  # fmt: skip
+"""{name of a setting in other tools: our settings', without their groups}, for advice."""
+PHRASES = {"draft": "--methods '[{name: ngram}, {name: mine, draft: DIR}]'"}
+"""What to write instead of a setting that exists elsewhere, where a command has the setting named first in it."""
+
+
 def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = None) -> T:
     """An instance of the dataclass `settings` from the command line `argv` (sys.argv by default).
 
@@ -58,10 +78,10 @@ def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = N
     a setting that is given under its old and its new name. SystemExit after --help and --print_config.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    asked = {"-h", "--help", "--print_config"}.intersection(words)
+    asked = {"-h", "--help", "--help_all", "--print_config"}.intersection(words)
     values = _collect([word for word in words if word not in asked], settings)
     if asked - {"--print_config"}:
-        sys.stdout.write(_help(settings, about, values))
+        sys.stdout.write(_help(settings, about, values, "--help_all" in asked))
         sys.exit(0)
     result = read_group(values, settings)
     check_ranges(result)
@@ -121,6 +141,11 @@ def _shape(arm: Any) -> Any:
     return list if get_origin(arm) is list else NoneType if arm is NoneType else str
 
 
+def _is_named(kind: Any) -> bool:
+    """Whether a group's first setting is its name, which may stand for it where nothing else is set."""
+    return dataclasses.is_dataclass(kind) and next(iter(_fields(kind))) == "name"
+
+
 def _fields(group: Any) -> dict[str, Any]:
     """{name: type} of the settings in a dataclass, or in all classes of a OneOf."""
     if isinstance(group, OneOf):
@@ -156,9 +181,13 @@ def _collect(words: Sequence[str], settings: type) -> dict[str, Any]:
     renamed = renamed_settings(settings)
     values: dict[str, Any] = {}
     given: dict[str, Any] = {}
-    for name, text in _options(words):
+
+    def is_switch(name: str) -> bool:
+        return bool in _arms(_type_of(new_name(name, renamed), settings))
+
+    for name, text in _options(words, is_switch):
         if name == "config":
-            _merge(values, rename_keys(read_yaml(text), renamed, text), settings)
+            _merge(values, rename_keys(_read_config(text, settings), renamed, text), settings)
         else:
             value = _parse_text(text, name, _type_of(new_name(name, renamed), settings))
             for group in reversed(name.split(".")):
@@ -170,17 +199,44 @@ def _collect(words: Sequence[str], settings: type) -> dict[str, Any]:
     return values
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each `--name text` and `--name=text`. UserError for other words and for a name without text."""
-    rest = iter(words)
-    for word in rest:
+def _read_config(file: str, settings: type) -> dict[str, Any]:
+    """The settings in a YAML file. UserError that says what it is where it is of another command or tool."""
+    values = read_yaml(file)
+    foreign = (
+        set(values)
+        - set(_fields(settings))
+        - {name.partition(".")[0] for name in renamed_settings(settings)}
+    )
+    if "draft_model_config" in str(values.get("model")):
+        raise UserError(
+            f"{file} is a config of SpecForge: configs/README.md lists recipes with the same values, and "
+            "docs/glossary.md what its settings are called here"
+        )
+    first = Path(file).read_text(encoding="utf-8").partition("\n")[0]
+    command, own = first.removeprefix("# command: "), Path(sys.argv[0]).name
+    if foreign and command != first and Path(command).name != own:
+        raise UserError(
+            f"{file} has settings of {command}, such as {min(foreign)}, not of {own}: run that command with it"
+        )
+    return values
+
+
+def _options(words: Sequence[str], is_switch: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each `--name text`, `--name=text` and, for switches, `--name`, whose text is "true".
+
+    UserError for other words and for a name without text.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
         if not word.startswith("--"):
             raise UserError(f"{word[:60]!r} is no setting: write --NAME VALUE")
         name, equals, text = word[2:].partition("=")
         if not equals:
-            text = next(rest, "--")
-            if text.startswith("--") and " " not in text:
+            has_text = bool(rest) and (not rest[0].startswith("--") or " " in rest[0])
+            if not has_text and not is_switch(name):
                 raise UserError(f"--{name} has no value: write --{name} VALUE")
+            text = rest.popleft() if has_text else "true"
         yield name, text
 
 
@@ -197,6 +253,12 @@ def _parse_text(text: str, name: str, kind: Any) -> Any:
     starts = (list in shapes and text[:1] == "[") or (dict in shapes and text[:1] == "{")
     if takes_text and not starts and not (text == "null" and NoneType in shapes):
         return text
+    if (
+        list in shapes
+        and not starts
+        and any(_is_named(get_args(arm)[0]) for arm in arms if get_origin(arm) is list)
+    ):
+        return text.split(",")  # --tasks humaneval,gsm8k
     return parse_yaml_value(text, f"--{name}")
 
 
@@ -336,6 +398,11 @@ def _read(value: Any, kind: Any, name: str, default: Any = None) -> Any:
     """The `value` of setting `name`, of YAML or an argument, as its type `kind` has it. UserError for other values."""
     if kind is Any:
         return value
+    if isinstance(value, str) and _is_named(kind):
+        value = {"name": value}
+    for mark in kind.__metadata__ if get_origin(kind) is Annotated else ():
+        if isinstance(mark, Spellings):
+            value = mark.ours.get(value, value) if isinstance(value, str) else value
     arms = [arm for arm in _arms(kind) if _shape(arm) is _shape_of(value)]
     if not arms:
         shapes = dict.fromkeys(shape for shape in map(_shape, _arms(kind)) if shape in SHAPES)
@@ -390,7 +457,10 @@ def _read_scalar(value: Any, arms: list[Any], name: str) -> Any:
 def _unknown(key: Any, group: type, prefix: str) -> UserError:
     """The error for a name that the settings class `group` does not have; `prefix` is the group's name and a dot."""
     known = setting_names(group)
-    ends = [other for other in known if other.rpartition(".")[2] == key]
+    if key in PHRASES and PHRASES[key].split()[0][2:] in known:
+        return UserError(f"there is no setting {prefix}{key} (write {PHRASES[key]})")
+    names = (*OTHER_NAMES.get(str(key), "").split(), str(key))
+    ends = [other for name in names for other in known if other.rpartition(".")[2] == name]
     close = ends or difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
     hint = f"did you mean {prefix + close[0]!r}?" if close else "--help lists all of them"
     return UserError(f"there is no setting {' '.join(f'{prefix}{key}'.split()):.60} ({hint})")
@@ -399,18 +469,47 @@ def _unknown(key: Any, group: type, prefix: str) -> UserError:
 # ---- help ----
 
 
-def _help(settings: type, about: str, values: dict[str, Any]) -> str:
-    """The text of --help; `values` say which class a OneOf has."""
+def _help(settings: type, about: str, values: dict[str, Any], everything: bool) -> str:
+    """The text of --help; `values` say which class a OneOf has. Where a settings class names its `COMMON` settings
+    (a group's name stands for all in it), only these are shown, unless `everything` is asked for."""
     width = min(shutil.get_terminal_size().columns, 100)
-    lines = [about.strip(), "", "--config FILE"]
+    described = list(_described(settings, values, "--"))
+    common = [] if everything else vars(settings).get("COMMON", "").split()
+    lines = [about.strip(), ""]
+    if common:
+        shown = [item for one in common for item in described if _is_in(item[0], one)]
+        column = max(len(name) for name, _ in shown) + 2
+        for name, text in shown:
+            lines += textwrap.wrap(
+                _first_sentence(text), width, initial_indent=name.ljust(column), subsequent_indent=" " * column
+            )  # fmt: skip
+        names = sum(name.startswith("--") for name, _ in described)
+        lines += [
+            "",
+            f"--config FILE reads settings from YAML, --print_config prints them, --help_all explains all {names}.",
+        ]
+        return "\n".join(lines) + "\n"
+    lines += ["--config FILE"]
     lines += ["    YAML with settings; --key value wins over it, and over an earlier --config."]
     lines += ["--print_config", "    Print the settings as YAML, and exit."]
-    for name, text in _described(settings, values, "--"):
+    for name, text in described:
         lines += [
             name,
             *textwrap.wrap(text, width, initial_indent=" " * 4, subsequent_indent=" " * 4),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _is_in(name: str, one: str) -> bool:
+    return name == f"--{one}" or name.startswith(f"--{one}.")
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a setting's meaning, and its default."""
+    meaning, _, facts = text.rpartition(" (type: ")
+    default = facts.rpartition(", default: ")[2].removesuffix(")") if ", default: " in facts else ""
+    first = re.split(r"(?<=[.;])\s", meaning, maxsplit=1)[0].rstrip(".;")
+    return f"{first} [{default}]" if default and len(default) < 40 else first
 
 
 def _described(cls: type, values: Any, prefix: str) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from typing import (  # fmt: skip
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.settings import OneOf
 
 T = TypeVar("T")
 
@@ -79,7 +80,6 @@ def fields_of(cls: Any) -> list[Field]:
     return found
 
 
-@cache
 def arms_of(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """(type, its annotations) of each type in a union, None left out."""
     if get_origin(kind) is Annotated:
@@ -93,9 +93,14 @@ def arm_for(kind: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
     """The arm of a union that the JSON `value` belongs to: by its shape, and among dataclasses by their tags, fields
     with one literal value. The first arm if it belongs to none."""
     arms = arms_of(kind)
+    for group in [mark for _, marks in arms for mark in marks if isinstance(mark, OneOf)]:
+        if isinstance(value, dict) and value.get(group.tag) in group.classes:
+            return group.classes[value[group.tag]], ()
     fitting = [arm for arm in arms if shape_of(arm[0]) in (JSON_SHAPES.get(type(value)), Any)]
     if len(fitting) > 1:
         fitting = [arm for arm in fitting if _has_tags(arm[0], value)]
+    if len(fitting) > 1:
+        fitting = [arm for arm in fitting if _required(arm[0]) <= set(value)]
     return (*fitting, *arms)[0]
 
 
@@ -106,6 +111,11 @@ def _has_tags(arm: Any, value: Any) -> bool:
         if get_origin(field.keys[field.name]) is Literal
     ]
     return all(value.get(name) in words for name, words in tags if len(words) == 1)
+
+
+def _required(arm: Any) -> set[str]:
+    found: list[Field] = fields_of(arm) if is_dataclass(arm) else []  # type: ignore[arg-type]
+    return {field.name for field in found if field.required}
 
 
 JSON_SHAPES: dict[Any, Any] = {kind: kind for kind in (dict, list, str, bool, float)}

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.common.ranges import at_least
+from decode.common.ranges import DtypeName, at_least
 from decode.distributed.passes import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
@@ -130,7 +130,7 @@ class TargetSettings:
     """Commit, tag or branch of a target on the Hub."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao). Losslessness to the
     token is a property of computing in float32."""
 

@@ -1,34 +1,19 @@
-"""The interface between drafts and the engine, and the metadata of a saved draft's folder."""
+"""The interface between drafts and the engine."""
 
-import functools
-import hashlib
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.common import damage
-from decode.common.errors import UserError
-from decode.common.files import read_json_object
 from decode.common.in_use import claim
 from decode.constraints.rows import RowConstraints
-from decode.model.formats.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import (
     Target,
-    adapter_folder,
-    compare_tokenizers,
-    load_tokenizer,
-    tokenizer_fingerprint,
 )
-from decode.model.vocabularies import disagreement
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots
@@ -237,170 +222,3 @@ def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     for part in draft.parts():
         claim(part, f"draft {part.name!r}")
     draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))
-
-
-METADATA_FILE = "draftsmith.json"
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "medusa_lm_head.safetensors",
-    VOCAB_FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-)
-"""Patterns of the files of a saved model with its tokenizer."""
-
-
-def read_metadata(path: str) -> dict[str, Any]:
-    """draftsmith.json of a draft's folder; {} if there is none. UserError if it is not valid JSON."""
-    file = Path(path) / METADATA_FILE
-    if not file.is_file():
-        return {}
-    return read_json_object(file, "what train/distill.py writes beside a draft")
-
-
-def draft_sha256(path: str) -> str | None:
-    """Checksum of the weights' files, draft_vocab.json if there is one, and config.json; None for a draft that is not a
-    local folder. That of an adapter is of the folder with its base merged."""
-    digest = hashlib.sha256()
-    files = hashed_files(path)
-    for file in files:
-        with file.open("rb") as content:
-            hashlib.file_digest(content, lambda: digest)
-    return digest.hexdigest() if files else None
-
-
-def hashed_files(path: str) -> list[Path]:
-    """The files that `draft_sha256` reads, in their order; [] for a draft that is not a local folder."""
-    folder = Path(path)
-    if (folder / ADAPTER_FILE).is_file():
-        folder = Path(adapter_folder(path, "draft") or path)
-    shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    options = ([folder / "model.safetensors"], shards, [folder / "medusa_lm_head.safetensors"])
-    weights = next((files for files in options if files and files[0].is_file()), [])
-    if not weights or not (folder / "config.json").is_file():
-        return []
-    vocab = [file for file in [folder / VOCAB_FILE] if file.is_file()]
-    return [*weights, *vocab, folder / "config.json"]
-
-
-def is_altered(path: str, sha256: str | None) -> bool:
-    """Whether `sha256`, that of the draft in the folder `path`, is not the one in draftsmith.json; False if that has
-    none."""
-    return sha256 is not None and read_metadata(path).get("draft_sha256") not in (None, sha256)
-
-
-def check_saved_draft(path: str) -> None:
-    """Compares the files of a draft's folder with draftsmith.json: a warning if weights or config.json were altered
-    after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record."""
-    sha256 = draft_sha256(path)
-    if is_altered(path, sha256):
-        _warn_of_altered_weights(path, sha256)
-    check_saved_tokenizer(path)
-
-
-def trained_for(path: str) -> str | None:
-    """The fingerprint of the weights that the draft in a folder was trained for; None where nobody wrote it down."""
-    target = read_metadata(path).get("target")
-    return target.get("weights") if isinstance(target, dict) else None
-
-
-def check_target_weights(path: str, target: Target) -> None:
-    """A warning for a draft that was trained for another target. It decodes losslessly, and accepts less."""
-    then = trained_for(path)
-    if then is not None and target.identity.weights not in (None, then):
-        _warn_of_other_target(path, then, target.name, str(target.identity.weights))
-
-
-@functools.cache
-def _warn_of_other_target(path: str, then: str, name: str, now: str) -> None:
-    """Once for each target: commands load a draft several times."""
-    damage.warn(
-        f"draft {path!r} was trained for a target with weights {then}, and {name!r} has {now}: what it decodes is this "
-        "target's text, and fewer of its tokens may be accepted"
-    )
-
-
-def check_saved_tokenizer(path: str) -> None:
-    """UserError if the tokenizer in a draft's folder is not the one that draftsmith.json names."""
-    recorded = read_metadata(path).get("tokenizer_hash")
-    there = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if recorded is None or not there:
-        return
-    found = tokenizer_fingerprint(load_tokenizer(path))
-    if found != recorded:
-        raise UserError(
-            f"draft {path!r} was trained for tokenizer {recorded}, and the one in its folder is {found}: copy the "
-            "tokenizer files of its target into the folder, or train the draft again"
-        )
-
-
-@functools.cache
-def _warn_of_altered_weights(path: str, sha256: str | None) -> None:
-    """Once for each state of the folder: commands load a draft several times."""
-    damage.warn(
-        f"draft {path!r} has other weights or another config.json than {METADATA_FILE} says: it was changed or "
-        "damaged after training, and what was measured in training is not about it"
-    )
-
-
-def check_target(path: str, target: Target) -> None:
-    """UserError for heads that were trained on a target with another tokenizer; a warning if that is not recorded."""
-    facts = read_metadata(path)
-    if not facts:
-        warnings.warn(
-            f"draft {path!r} was not made here: it names no tokenizer to compare with that of {target.name!r}, only "
-            "the vocabulary sizes are compared",
-            stacklevel=2,
-        )
-        return
-    if "tokenizer_hash" not in facts:
-        raise UserError(
-            f"{path}/{METADATA_FILE} names no tokenizer_hash: train the draft again or restore the file"
-        )
-    check_tokenizer(path, facts["tokenizer_hash"], target)
-
-
-def check_vocabulary(path: str, target: Target) -> Any:
-    """The tokenizer of a causal draft, which gives no id that it shares with the target's to another token: either may
-    have tokens that the other lacks. UserError names the first id that they give to different tokens."""
-    tokenizer = load_tokenizer(path)
-    if tokenizer_fingerprint(tokenizer) == target.fingerprint:
-        return tokenizer
-    found = disagreement(tokenizer, target.tokenizer)
-    if found is not None:
-        raise UserError(
-            f"draft {path!r} and target {target.name!r} disagree on token ids, {found}: use a draft trained for this "
-            "target's tokenizer"
-        )
-    return tokenizer
-
-
-def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
-    """UserError naming both tokenizers if draft and target would decode the same ids to different text.
-
-    Where the target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
-    (`disagreement`); else only equal ones are.
-    """
-    if draft_fingerprint == target.fingerprint:
-        return
-    trained = read_metadata(path).get("target")
-    made = trained if isinstance(trained, dict) else {}
-    found, _ = compare_tokenizers(
-        draft_fingerprint, made.get("name"), made.get("revision"), target.tokenizer
-    )
-    if found is not None:
-        raise UserError(
-            f"draft {path!r} (tokenizer {draft_fingerprint}) and target {target.name!r} (tokenizer "
-            f"{target.fingerprint}) disagree on token ids{', ' * bool(found)}{found}: use a draft trained for this "
-            "target's tokenizer"
-        )

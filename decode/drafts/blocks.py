@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.drafts import causal, eagle
-from decode.drafts.base import DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.base import DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.drafting import DraftStep, draft_tokens
@@ -237,7 +238,7 @@ def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDra
     check_target(path, target)
     found = importers.read_checkpoint(path)
     config, tensors = found.config, dict(found.tensors)
-    layouts.check_family(path, found.family, read_metadata(path).get("family", found.family))
+    layouts.check_family(path, found.family, read_metadata(path).family or found.family)
     runner = target.runner
     hidden = runner.config.hidden_size
     wanted = {"vocab_size": runner.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}

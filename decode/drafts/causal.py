@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import draft_vocab, importers
+from decode.checkpoints.draft_folder import check_vocabulary, read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_vocabulary, read_metadata
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.compatibility import position_limit
 from decode.model.kv_cache import StaticKVCache
@@ -185,4 +186,4 @@ def load(
 def load_ids(path: str, vocab_size: int) -> Tensor | None:
     """[Vd]: the tokens that the draft in a folder or on the Hub can draft, among the first `vocab_size`; None: all."""
     folder = importers.resolve_folder(path)
-    return draft_vocab.read_ids(folder, vocab_size, read_metadata(folder))
+    return draft_vocab.read_ids(folder, vocab_size, read_metadata(folder).vocabulary is not None)

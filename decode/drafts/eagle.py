@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import eagle_layouts, importers, layouts
+from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import (
     Eagle1Model,
@@ -186,8 +187,8 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
     check_target(path, target)
     found = importers.read_checkpoint(path)
     config, tensors = found.config, dict(found.tensors)
-    facts = read_metadata(path)
-    layouts.check_family(path, found.family, facts.get("family", found.family))
+    metadata = read_metadata(path)
+    layouts.check_family(path, found.family, metadata.family or found.family)
     hidden = target.runner.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.runner.vocab_size})
     check_arithmetic(config)
@@ -206,8 +207,8 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
         layouts.check_config(path, config, {"target_hidden_size": hidden})
         for flag in eagle_layouts.NORM_FLAGS:
             # most flags add no tensor whose absence would be noticed
-            trained = flag in facts.get("norms", [])
-            if facts and config[flag] != trained:
+            trained = flag in (metadata.norms or ())
+            if metadata.is_known and config[flag] != trained:
                 raise UserError(
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
@@ -245,7 +246,10 @@ def name_layers(
     said = None
     if surplus is not None:
         said = f"names layer {surplus} too, which fc does not read: it is left out, and {list(layers)} are read"
-    elif not found.config.get("eagle_aux_hidden_state_layer_ids") and not read_metadata(path):
+    elif (
+        not found.config.get("eagle_aux_hidden_state_layer_ids")
+        and not read_metadata(path).is_known
+    ):
         said = f"names no layers whose states it reads: {list(layers)} are taken, the default of EAGLE-3"
     if said is not None:
         warnings.warn(f"draft {path!r} {said}", stacklevel=2)

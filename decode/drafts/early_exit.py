@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import check_target
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, decoder_step, draft_tokens
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import final_norm

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import check_target
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import check_target
 from decode.common.errors import UserError
-from decode.drafts.base import check_target
 from decode.drafts.eagle import EagleDraft
 from decode.model.attention import forward_context
 from decode.model.compatibility import cache_name, context_length

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from decode.checkpoints import importers
+from decode.checkpoints.draft_folder import check_saved_draft, check_target_weights, read_metadata
 from decode.common.errors import UserError
 from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
 from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
-from decode.drafts.base import Draft, check_saved_draft, check_target_weights, read_metadata
+from decode.drafts.base import Draft
 from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
 from decode.drafts.swift_search import SwiftConfig
@@ -277,7 +278,7 @@ def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> Mi
 def draft_family(path: str) -> str:
     """The family of a saved draft: `family` in draftsmith.json, else detected from the names of its tensors."""
     folder = importers.resolve_folder(path)
-    family = read_metadata(folder).get("family")
+    family = read_metadata(folder).family
     if family is None and (Path(folder) / "config.json").is_file():
         family = importers.detect_family(importers.tensor_files(folder))
         return "pard" if family == "causal" and blocks.is_pard(folder) else family

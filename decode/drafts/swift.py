@@ -8,7 +8,6 @@ it is given a folder. While it lasts, a sampled text depends on what was decoded
 does not.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import importers
-from decode.common.errors import UserError
-from decode.common.files import write_atomically
-from decode.common.typed_json import to_json
-from decode.drafts.base import (
-    METADATA_FILE,
-    ChainStop,
-    Draft,
-    DraftContext,
-    Proposal,
+from decode.checkpoints.draft_folder import (
+    DraftMetadata,
     check_target,
     check_target_weights,
+    write_metadata,
 )
+from decode.common.errors import UserError
+from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal
 from decode.drafts.drafting import decoder_step, draft_tokens
 from decode.drafts.early_exit import check_device
 from decode.drafts.swift_search import SkipSearch, SwiftConfig, load_search
@@ -216,12 +211,9 @@ class SwiftDraft(Draft):
         folder.mkdir(parents=True, exist_ok=True)
         self.search.save(folder / STATE_FILE)
         target = self.target
-        facts = {
-            "family": self.name,
-            "target": to_json(target.describe()),
-            "tokenizer_hash": target.fingerprint,
-        }
-        write_atomically(folder / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+        write_metadata(
+            folder, DraftMetadata(self.name, target.describe(), tokenizer_hash=target.fingerprint)
+        )
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> SwiftDraft:

@@ -8,8 +8,9 @@ from torch import nn
 from transformers import LlamaConfig
 
 from decode.checkpoints import importers
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, read_metadata
+from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.model.compatibility import context_length
 from decode.model.layer_stack import decoder_config, layer_stack
@@ -75,7 +76,7 @@ def load_without_target(path: str, target: str = "") -> Draft:
     else:
         config = fitting_config(folder, family)
     tokenizer = tokenizer_for(folder, family, target)
-    recorded = str(read_metadata(folder).get("tokenizer_hash"))
+    recorded = str(read_metadata(folder).tokenizer_hash)
     own = outline(
         config, recorded if tokenizer is None else tokenizer_fingerprint(tokenizer), tokenizer
     )

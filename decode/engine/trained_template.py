@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common import damage
 from decode.common.template_choice import (
     TemplateSetting,
@@ -14,7 +15,6 @@ from decode.common.template_choice import (
     template_hash,
     with_template,
 )
-from decode.drafts.base import read_metadata
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import Target
 
@@ -56,10 +56,7 @@ def use_template(
 def trained_templates(draft: str) -> list[dict[str, Any]]:
     """The settings of the chat template that a draft's training prompts were rendered with, the most frequent first; []
     where nobody wrote them down."""
-    found = read_metadata(draft).get("templates") if draft else None
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        return []
-    return found
+    return (read_metadata(draft).templates if draft else None) or []
 
 
 def rendering_identity(target: Target) -> ModelFingerprint:

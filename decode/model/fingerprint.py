@@ -77,7 +77,7 @@ class ModelFingerprint:
 class TargetRecord:
     """A target as results record it: what it is called, and the fields of its ModelFingerprint."""
 
-    name: Place
+    name: Place = ""
     revision: Revision | None = None
     tokenizer: Omitted[Digest] = None
     template: Omitted[dict[Name, Argument]] = None

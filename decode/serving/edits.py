@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.checkpoints.importers import Tensors
-from decode.drafts.base import METADATA_FILE
 from decode.serving.export import to_speculators
 
 

@@ -3,17 +3,16 @@
 Tensors are copied bit for bit. The layouts are listed in scripts/export.py.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import draft_vocab, eagle_layouts, importers, layouts
+from decode.checkpoints import draft_folder, draft_vocab, eagle_layouts, importers, layouts
+from decode.checkpoints.draft_folder import DraftMetadata, check_vocabulary, draft_sha256
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
 from decode.drafts.causal import load_ids
 from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.loading import (
@@ -190,12 +189,8 @@ def _config_dtype(path: str) -> str:
     return str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
 
 
-def write_metadata(path: str, metadata: Mapping[str, Any], out: Path) -> None:
+def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:
     """Writes draftsmith.json beside the copy, with the checksums of the copy and of the original."""
-    if metadata:
-        facts = {
-            **metadata,
-            "draft_sha256": draft_sha256(str(out)),
-            "exported_from": draft_sha256(path),
-        }
-        (out / METADATA_FILE).write_text(json.dumps(facts, indent=1) + "\n")
+    if metadata.is_known:
+        before, now = draft_sha256(path), draft_sha256(str(out))
+        draft_folder.write_metadata(out, replace(metadata, draft_sha256=now, exported_from=before))

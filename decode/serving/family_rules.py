@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import torch
 
 from decode.checkpoints import block_layouts, eagle_layouts, layouts
+from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE, read_ids
 from decode.checkpoints.eagle_layouts import MASK_TOKEN_FIELDS, NORM_FLAGS
 from decode.checkpoints.head_layouts import medusa_counts
 from decode.checkpoints.importers import LAYOUTS
 from decode.checkpoints.layouts import VOCAB_MAPS
 from decode.common.errors import UserError
-from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
 from decode.serving.rules import SILENT, DraftFiles, Rule, has_file, require_tensors
@@ -135,7 +135,7 @@ def trained_aux_layers(d: DraftFiles) -> LayerIds | None:
     """The layers whose input hidden states the head was trained on: by draftsmith.json, else by config.json, else the
     default ones. None if that depends on the target and there is none.
     """
-    training = d.facts.get("training", {}).get("draft")
+    training = (d.facts.training or {}).get("draft")
     top, outputs = named_layers(d)
     own = top or [i + 1 for i in outputs or ()]
     named = tuple(own if training is None else training["taps"])
@@ -182,7 +182,7 @@ def norm_flag(d: DraftFiles, name: str) -> bool:
 def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
     """Norm flags other than those that draftsmith.json says a head was trained with."""
     for name in NORM_FLAGS if d.trained_here else ():
-        found, trained = norm_flag(d, name), name in d.facts.get("norms", [])
+        found, trained = norm_flag(d, name), name in (d.facts.norms or ())
         if found != trained:
             by_default = "" if d.config.get(name) is not None else " by default"
             yield f"{name} is {found}{by_default}, and was {trained} in training".lower()
@@ -288,7 +288,7 @@ def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
         found = disagreement(tokenizer, load_tokenizer(d.target.name))
         if found is not None:
             yield f"its tokenizer decodes the same ids to other text than the target's: {found}"
-    recorded = read_metadata(d.path).get("tokenizer_hash", own)
+    recorded = read_metadata(d.path).tokenizer_hash or own
     if recorded != own:
         yield f"its tokenizer is {own}, and it was trained with {recorded}"
 
@@ -315,7 +315,7 @@ def others_are_silent(d: DraftFiles) -> bool:
     if head is None:
         return False
     try:
-        ids = read_ids(d.path, len(head), {})
+        ids = read_ids(d.path, len(head), False)
     except UserError:  # the rule `decoder` tells
         return False
     assert ids is not None  # the file is there

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode.checkpoints import block_layouts, eagle_layouts, importers, layouts
+from decode.checkpoints.draft_folder import DraftMetadata, draft_sha256, read_metadata
 from decode.checkpoints.importers import LAYOUTS
 from decode.checkpoints.layouts import HeadConfig, Shapes, Tensors
 from decode.common.errors import UserError
-from decode.drafts.base import draft_sha256, read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import (
     load_config,
@@ -55,7 +55,7 @@ class DraftFiles:
     """By the names of our modules."""
     name_in_file: dict[str, str]
     """{name in `tensors`: name in the files}."""
-    facts: dict[str, Any]
+    facts: DraftMetadata
     """draftsmith.json; {} if there is none."""
     target: TargetInfo | None
 
@@ -82,7 +82,7 @@ class DraftFiles:
     @property
     def trained_here(self) -> bool:
         """Whether draftsmith.json records the training settings, beside what config.json contains."""
-        return "training" in self.facts or "family" in self.facts
+        return self.facts.training is not None or self.facts.family is not None
 
     @property
     def target_layers(self) -> int | None:
@@ -141,7 +141,7 @@ def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
     path = importers.resolve_folder(path)
     raw_config, facts = layouts.read_config(path), read_metadata(path)
     tensors = importers.raw_tensors(path)
-    family = facts.get("family") or draft_family(path)
+    family = facts.family or draft_family(path)
     config, layout = raw_config, LAYOUTS.get(family)
     layer = raw_config.get("transformer_layer_config")
     if isinstance(layer, dict):
@@ -192,7 +192,7 @@ def check_rules(draft: DraftFiles, rules: Iterable[Rule], engine_version: str) -
 
 
 def changed_since_training(d: DraftFiles) -> Iterator[str]:
-    recorded = d.facts.get("draft_sha256")
+    recorded = d.facts.draft_sha256
     if recorded is not None and recorded != draft_sha256(d.path):
         yield "model.safetensors or config.json does not match the checksum in draftsmith.json: changed since training"
 

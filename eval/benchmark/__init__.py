@@ -7,5 +7,5 @@
 - simulated_draft: a draft with a configured acceptance.
 - baselines: other engines on the same prompts.
 
-May import eval.metrics, eval.tasks and decode.
+May import eval.metrics, eval.results, eval.tasks and decode.
 """

@@ -22,6 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.common.errors import UserError, first_line
 from decode.common.journal import Journal
+from decode.common.typed_json import Estimate
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
@@ -37,7 +38,8 @@ from eval.benchmark.config import EvalConfig, requested_engines
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
-from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, paired_ratio_interval, ratio_or_none
+from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
+from eval.results.report import EngineResult, FailedPrompt
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import StopMatcher, trim_at_stop
 
@@ -91,7 +93,7 @@ def compare_engines(
     plain: Mapping[float, Sequence[DecodeRecord]],
     answers: Mapping[float, Mapping[str, Sequence[EngineAnswer]]],
     journal: Journal,
-) -> list[dict[str, Any]]:
+) -> list[EngineResult]:
     """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled.
 
     By temperature: our `plain` records, and the `answers` of the engines that took turns; vLLM decodes now, unless the
@@ -208,66 +210,56 @@ def _engine_entries(
     answers: Sequence[EngineAnswer],
     base: Sequence[EngineAnswer] | None,
     ours: Mapping[tuple[str, str], DecodeRecord],
-) -> list[dict[str, Any]]:
+) -> list[EngineResult]:
     """One element for each task and pooled; `base` are the engine's own answers without a draft, if there are any."""
     entries = []
     for task in [ALL_TASKS, *(task.name for task in s.tasks)]:
         at = [i for i, x in enumerate(items) if task in (ALL_TASKS, x.task)]
         done = [i for i in at if "error" not in answers[i] and (items[i].task, items[i].id) in ours]
-        own = [_seconds_and_tokens(answers[i]) for i in done]
+        own = [answers[i] for i in done]
         plain = [ours[items[i].task, items[i].id] for i in done]
-        rounds = [answers[i]["rounds"] for i in done]
-        seconds, tokens = sum(x for x, _ in own), sum(n for _, n in own)
+        rounds = [answer["rounds"] for answer in own]
+        tokens = sum(len(answer["ids"]) for answer in own)
+        seconds = sum(answer["seconds"] for answer in own)
+        rate = ratio_or_none(seconds, tokens)
         prefilled = 0 if engine in DRAFT_BEFORE_PREFILL else len(done)
-        compared = done if s.batch_size == 1 else []
         undrafted = [i for i in done if base and "error" not in base[i]]
-        same = [answers[i]["ids"] == r.output_ids for i, r in zip(done, plain, strict=True)]
-        beside = [_as_answer(ours[items[i].task, items[i].id]) for i in compared]
-        speedup, interval, of_sums = _paired_speedup(beside, [answers[i] for i in compared], s.seed)
-        gain, gain_interval, gain_of_sums = _paired_speedup(
+        # A batch's seconds are not those of one prompt.
+        speedup = _paired_speedup([*map(_as_answer, plain)], own, s.seed, s.batch_size == 1)
+        gain = _paired_speedup(
             [(base or [])[i] for i in undrafted], [answers[i] for i in undrafted], s.seed
         )
-        rate = ratio_or_none(seconds, tokens)
+        same = [answer["ids"] == r.output_ids for answer, r in zip(own, plain, strict=True)]
         entries.append(
-            {
-                "engine": engine,
-                "name": method.name if method else "plain",
-                "k": method.k if method else 0,
-                "temperature": temperature,
-                "batch_size": 1,
-                "in_turn": engine != "vllm",
-                "task": task,
-                "prompts": len(done),
-                "output_tokens": tokens,
-                "tau": None if None in rounds else ratio_or_none(tokens - prefilled, sum(rounds)),
-                "tokens_per_second": ratio_or_none(tokens, seconds),
-                "ms_per_token": None if rate is None else MS_PER_SECOND * rate,
-                "speedup": speedup,  # against our plain decoding, batch 1 as well
-                "speedup_ci": interval,
-                "speedup_of_sums": of_sums,  # by the clock, with what the machine stalled
-                "gain": gain,  # against the same engine without a draft
-                "gain_ci": gain_interval,
-                "gain_of_sums": gain_of_sums,
-                "stalled": sum(_is_corrected(answers[i]) for i in done),
-                "same_as_ours": sum(same) if temperature == 0 else None,
-                "failed": [
-                    {"task": items[i].task, "id": items[i].id, "error": answers[i]["error"]}
+            EngineResult(
+                engine=engine,
+                name=method.name if method else "plain",
+                k=method.k if method else 0,
+                temperature=temperature,
+                batch_size=1,
+                in_turn=engine != "vllm",
+                task=task,
+                prompts=len(done),
+                output_tokens=tokens,
+                tau=None if None in rounds else ratio_or_none(tokens - prefilled, sum(rounds)),
+                tokens_per_second=ratio_or_none(tokens, seconds),
+                ms_per_token=None if rate is None else MS_PER_SECOND * rate,
+                speedup=speedup[0],
+                speedup_of_sums=speedup[1],
+                gain=gain[0],
+                gain_of_sums=gain[1],
+                stalled=sum(x.get("measured_seconds", 0.0) > x["seconds"] for x in own),
+                same_as_ours=sum(same) if temperature == 0 else None,
+                failed=[
+                    FailedPrompt(items[i].task, items[i].id, answers[i]["error"])
                     for i in at
                     if "error" in answers[i]
                 ],
-                "transformers": transformers.__version__ if engine != "vllm" else None,
-                "repaired": answers[0].get("repaired", []),  # functions of vLLM that were corrected
-            }
+                transformers=transformers.__version__ if engine != "vllm" else None,
+                repaired=answers[0].get("repaired", []),
+            )
         )
     return entries
-
-
-def _seconds_and_tokens(answer: EngineAnswer) -> tuple[float, int]:
-    return answer["seconds"], len(answer["ids"])
-
-
-def _is_corrected(answer: EngineAnswer) -> bool:
-    return bool(answer.get("measured_seconds", 0.0) > answer["seconds"])
 
 
 def _as_answer(record: DecodeRecord) -> EngineAnswer:
@@ -276,19 +268,21 @@ def _as_answer(record: DecodeRecord) -> EngineAnswer:
 
 
 def _paired_speedup(
-    slow: Sequence[EngineAnswer], fast: Sequence[EngineAnswer], seed: int
-) -> tuple[float | None, tuple[float, float] | None, float | None]:
-    """(slow seconds per token ÷ fast ones of the same prompts, its paired interval, the same by the clock)."""
+    slow: Sequence[EngineAnswer], fast: Sequence[EngineAnswer], seed: int, compared: bool = True
+) -> tuple[Estimate, float | None]:
+    """(slow seconds per token ÷ fast ones of the same prompts, the same by the clock, stalls included)."""
+    if not compared:
+        return Estimate(), None
     tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]
     steady = [[answer["seconds"] for answer in side] for side in (slow, fast)]
-    clock = [[a.get("measured_seconds", a["seconds"]) for a in side] for side in (slow, fast)]
-    if min(map(sum, tokens)) == 0 or sum(steady[1]) == 0:
-        return None, None, None
-    speedup, of_sums = (
-        sum(x[0]) / sum(tokens[0]) / (sum(x[1]) / sum(tokens[1])) for x in (steady, clock)
+    clock = [
+        [float(a.get("measured_seconds") or a["seconds"]) for a in side] for side in (slow, fast)
+    ]
+    slow_clock, fast_clock = (
+        sum(x) / sum(n) if sum(n) else 0.0 for x, n in zip(clock, tokens, strict=True)
     )
-    interval = paired_ratio_interval(steady[0], tokens[0], steady[1], tokens[1], seed)
-    return speedup, interval, of_sums
+    of_sums = slow_clock / fast_clock if slow_clock and fast_clock else None
+    return paired_ratio(Ratio(steady[0], tokens[0]), Ratio(steady[1], tokens[1]), seed), of_sums
 
 
 class TransformersEngine:

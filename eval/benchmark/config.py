@@ -1,7 +1,7 @@
 """The settings of eval/run.py, and the checks of them before anything is measured."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import (
@@ -9,6 +9,7 @@ from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
+    DtypeName,
     MatchLength,
     Share,
     Temperature,
@@ -56,7 +57,7 @@ class MethodConfig:
     """Folder or Hub name of a saved draft."""
     device: str = ""
     """Device of the draft, such as cpu or cuda:1; empty: the target's."""
-    dtype: str = ""
+    dtype: DtypeName = ""
     """Number type of the draft, such as bfloat16; empty: the target's. It changes what is drafted, never the output."""
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
@@ -108,6 +109,10 @@ class AcceptanceComparisonConfig:
 
 @dataclass
 class EvalConfig(MeasuringSettings, PlacedTargetSettings):
+    COMMON: ClassVar[str] = (
+        "target methods tasks temperatures k max_new_tokens batch_size mode dtype compare out"
+    )
+
     out: str = "outputs/eval"
     original: str = ""
     """The target before it was trained itself (medusa2, layerskip2); the report then measures how far it has moved."""

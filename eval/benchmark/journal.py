@@ -44,7 +44,7 @@ def open_journal(
     return journal
 
 
-def earlier_targets(journal: Journal) -> list[dict[str, str]]:
-    """The other targets that measurements in it may be of, because `allow_changed` was set; {}: one without a name."""
-    targets: list[dict[str, str]] = journal.get(TARGETS) or []
-    return targets[:-1]
+def earlier_targets(journal: Journal) -> list[ModelFingerprint]:
+    """The other targets that measurements in it may be of, because `allow_changed` was set; one without a name may be
+    empty."""
+    return [from_json(ModelFingerprint, x) for x in (journal.get(TARGETS) or [])[:-1]]

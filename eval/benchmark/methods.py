@@ -1,11 +1,13 @@
 """Methods: a draft at one setting, under a name. Built from the settings, and described for reports."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import (
     DRAFT_FAMILIES,
@@ -20,9 +22,11 @@ from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
+from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig, adaptive_config
 from eval.benchmark.simulated_draft import SimulatedDraft
+from eval.results.report import AdaptiveRecord, LookupRecord, MirrorRecord, TreeRecord
 from eval.tasks.loading import TaskPrompt
 
 
@@ -133,7 +137,10 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
         return draft
     if m.name == "simulated":
         raise UserError("method 'simulated' needs `alpha`, the acceptance to simulate: [0.8, 0.7]")
-    raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
+    own = [family.name for family in DRAFT_FAMILIES.values() if family.create is not None]
+    near = difflib.get_close_matches(m.name, own, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else f"; without one there are {', '.join(own)}"
+    raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft{hint}")
 
 
 def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
@@ -181,34 +188,30 @@ def verification_name(method: Method, temperature: float) -> str:
     return "greedy" if temperature == 0 else "chain"
 
 
-def describe_lookup(methods: Sequence[MethodConfig], name: str) -> dict[str, Any] | None:
-    """{name, min_match} of the lookup in front of this method's draft; None: it has none."""
-    m = next((m for m in methods if m.name == name and m.lookup), None)
-    return None if m is None else {"name": m.lookup, "min_match": m.min_match}
+def describe_method(
+    methods: Sequence[MethodConfig], method: Method, mirror: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The fields of a MethodResult that say how the method drafts; `mirror` is what `measure_steps` found."""
+    m = next((m for m in methods if m.name == method.name), MethodConfig(method.name))
+    confidence = None if m.adaptive == "acceptance" else m.confidence
+    return {
+        "name": method.name,
+        "tree": describe_tree(method.shape),
+        "lookup": LookupRecord(m.lookup, m.min_match) if m.lookup else None,
+        "adaptive": AdaptiveRecord(m.adaptive, confidence) if m.adaptive else None,
+        "mirror": MirrorRecord(**asdict(method.mirror), **(mirror or {}))
+        if method.mirror.exit_layer
+        else None,
+        "simulated": simulated_alpha(method),
+        "lossy": not find_rule(method.rule).lossless,
+    }
 
 
-def describe_adaptive(methods: Sequence[MethodConfig], name: str) -> dict[str, Any] | None:
-    """{by, confidence} of this method's chains, confidence None where it has no part; None: they have K tokens."""
-    m = next((m for m in methods if m.name == name and m.adaptive), None)
-    if m is None:
-        return None
-    return {"by": m.adaptive, "confidence": None if m.adaptive == "acceptance" else m.confidence}
-
-
-def describe_mirror(
-    method: Method, measured: Mapping[str, float | None] | None
-) -> dict[str, Any] | None:
-    """{exit_layer, branches, overlap} and what `measure_steps` found; None: it drafts after verification."""
-    if not method.mirror.exit_layer:
-        return None
-    return {**asdict(method.mirror), **(measured or {})}
-
-
-def describe_tree(shape: TreeShape) -> dict[str, Any] | None:
-    """{width, nodes} of a tree grown by confidence, {paths} of a fixed one, None for a chain."""
+def describe_tree(shape: TreeShape) -> TreeRecord | None:
+    """None for a chain."""
     if isinstance(shape, StaticTree):
-        return {"paths": tree_paths(shape)}
-    return None if shape is None else asdict(shape)
+        return TreeRecord(paths=tree_paths(shape))
+    return None if shape is None else TreeRecord(shape.width, shape.nodes)
 
 
 def tree_paths(tree: StaticTree) -> list[list[int]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decode.common.journal import Journal
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target
-from eval.benchmark.timing import FailedPrompt
+from eval.results.report import FailedPrompt
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
 from eval.tasks.stop_strings import collect_until_stop
 

@@ -25,6 +25,7 @@ from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_stalled_turns
+from eval.results.report import FailedPrompt
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 
@@ -63,15 +64,6 @@ class TimingContext:
             mode=self.mode,
             grammar=self.grammar,
         )
-
-
-@dataclass(frozen=True)
-class FailedPrompt:
-    """A prompt that a method could not decode, and why."""
-
-    task: str
-    id: str
-    error: str
 
 
 @dataclass

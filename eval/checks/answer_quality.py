@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.checks import sandbox
-from eval.metrics import bootstrap
+from eval.metrics.bootstrap import Ratio, paired_difference
+from eval.results.report import QualityScore
 from eval.tasks.loading import TaskPrompt
 
 NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -97,35 +98,27 @@ def compare_answer_quality(
     scores: Mapping[tuple[str, str], float | None],
     plain_scores: Mapping[tuple[str, str], float | None],
     seed: int,
-) -> list[dict[str, Any]]:
-    """The `quality` field of a report: for each metric {metric, prompts, value, ci, plain, difference, difference_ci}.
+) -> list[QualityScore]:
+    """One for each metric. Scores are by (task, id) of a prompt, of the method and of plain decoding.
 
-    Scores are by (task, id) of a prompt, of the method and of plain decoding. Intervals are 95 % bootstrap over
-    prompts, paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it.
+    Intervals are paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it.
     """
     rows = []
     for kind, name in METRIC_NAMES.items():
-        pairs = [
-            (score, plain)
-            for item in items
-            if item.metric == kind
-            and (score := scores.get((item.task, item.id))) is not None
-            and (plain := plain_scores.get((item.task, item.id))) is not None
-        ]
-        if not pairs:
+        keys = [(item.task, item.id) for item in items if item.metric == kind]
+        pairs = [(scores.get(key), plain_scores.get(key)) for key in keys]
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if not both:
             continue
-        own, base = [a for a, _ in pairs], [b for _, b in pairs]
-        ones = [1.0] * len(pairs)
-        value, plain_value = sum(own) / len(pairs), sum(base) / len(pairs)
+        ones = [1.0] * len(both)
+        own, base = (Ratio(side, ones) for side in zip(*both, strict=True))
         rows.append(
-            {
-                "metric": name,
-                "prompts": len(pairs),
-                "value": value,
-                "ci": bootstrap.ratio_interval(own, ones, seed),
-                "plain": plain_value,
-                "difference": value - plain_value,
-                "difference_ci": bootstrap.paired_difference_interval(own, ones, base, ones, seed),
-            }
+            QualityScore(
+                metric=name,
+                prompts=len(both),
+                value=own.estimate(seed),
+                plain=sum(base.numerators) / len(both),
+                difference=paired_difference(own, base, seed),
+            )
         )
     return rows

@@ -14,7 +14,6 @@ is computed in the model's own type as well, by one pass over the whole text.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,26 +29,12 @@ from decode.model.seq2seq import (
     prepare_generate,
     run_decoder,
 )
+from eval.results.report import GreedyMismatch, GreedyVerdict, NotCompared
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
 
 WIDER_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """What a model is computed in to judge its rounding; float64 for every other dtype."""
-
-
-@dataclass(frozen=True)
-class GreedyMismatch:
-    """The first position at which an output differs from the reference."""
-
-    task: str
-    id: str
-    position: int
-    gap: float | None
-    """Logit of the reference's token minus that of the output's, in the wider dtype. None if one of them has ended."""
-    noise: float | None
-    """Largest difference between `gap` and the same gap in the model's dtype, over passes of several widths."""
-    tie: bool
-    """Whether |gap| is at most the noise."""
 
 
 def reference_greedy_output(
@@ -198,24 +183,22 @@ def find_mismatches(
 
 def greedy_verdict(
     items: Sequence[TaskPrompt], mismatches: Sequence[GreedyMismatch]
-) -> dict[str, Any]:
-    """The `lossless` field of a report's entry on these prompts; `mismatches` may hold others too.
-
-    `greedy_identical` is True if every difference is a tie, None for no prompts. `exact`, `tied` and `failed` are
-    shares of prompts; `noise` is the largest noise of the differing prompts.
-    """
+) -> GreedyVerdict | NotCompared:
+    """The verdict on these prompts; `mismatches` may hold others too."""
+    if not items:
+        return NotCompared(None, 0)
     own = {(item.task, item.id) for item in items}
     found = [m for m in mismatches if (m.task, m.id) in own]
     ties, failures = [m for m in found if m.tie], [m for m in found if not m.tie]
-    share = 1 / max(1, len(items))
-    return {
-        "greedy_identical": len(failures) == 0 if items else None,
-        "prompts": len(items),
-        "identical": len(items) - len(found),
-        "ties": [asdict(m) for m in ties],
-        "failures": [asdict(m) for m in failures],
-        "exact": share * (len(items) - len(found)),
-        "tied": share * len(ties),
-        "failed": share * len(failures),
-        "noise": max((m.noise for m in found if m.noise is not None), default=None),
-    }
+    share = 1 / len(items)
+    return GreedyVerdict(
+        greedy_identical=len(failures) == 0,
+        prompts=len(items),
+        identical=len(items) - len(found),
+        ties=ties,
+        failures=failures,
+        exact=share * (len(items) - len(found)),
+        tied=share * len(ties),
+        failed=share * len(failures),
+        noise=max((m.noise for m in found if m.noise is not None), default=None),
+    )

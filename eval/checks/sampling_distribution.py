@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from decode.common.journal import Journal
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.base import Proposal
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import SpeculativeEngine
@@ -38,15 +39,19 @@ from eval.benchmark.methods import Method, simulated_alpha
 from eval.metrics.bootstrap import Array
 from eval.metrics.distribution_tests import (
     SIGNIFICANCE_LEVEL,
-    holm_correction,
+    holm_passes,
     ks_distance,
     ks_p_value,
+    minimum_detectable_shift,
 )
+from eval.results.report import LawResult, LawTest, LawVerdict
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16
 TOKENS_PER_PROMPT = 48
 """Tokens sampled after each prompt. Short texts use more prompts and keep fewer of the draft's distributions."""
+MAX_IMPOSSIBLE_SHARE = 1e-3
+"""Share of tokens that may lie just outside top-k or top-p, because two passes round differently."""
 MIN_TOKENS = 200
 """A test of fewer tokens is left out."""
 LOSSY_CONTROL_RULE = "typical"
@@ -74,57 +79,57 @@ def check_sampling_distribution(
     methods: Sequence[Method],
     items: Sequence[TaskPrompt],
     journal: Journal,
-) -> dict[str, Any] | None:
-    """The report's `law` field, at the run's highest temperature; None if `check_law` is 0.
-
-    {temperature, top_k, top_p, level, passed, methods: [{name, lossy, passed, control_caught}], tests}. Simulated
-    drafts are left out. `control_caught` is None where there is no control: for plain decoding and for lossy rules.
-    """
+) -> LawResult | None:
+    """The tests at the run's highest temperature; None if `check_law` is 0. Simulated drafts are left out."""
     if not s.check_law:
         return None
     sampling = SamplingParams(max(s.temperatures), s.top_k, s.top_p)
     real = [m for m in methods if simulated_alpha(m) is None]
 
-    def run_tests(method: Method, seed: int) -> list[dict[str, Any]]:
-        key = ["law", method.name, method.rule, sampling.temperature]
-        measured = journal.get_or_measure(
-            key,
-            lambda: run_ks_tests(
-                sample_pit_values(target, model, method, items, sampling, s.check_law, seed)
-            ),
-        )
-        return measured["tests"]  # type: ignore[no-any-return]
+    def run_tests(method: Method, seed: int) -> list[LawTest]:
+        def measure() -> Any:
+            values = sample_pit_values(target, model, method, items, sampling, s.check_law, seed)
+            return {"tests": to_json(run_ks_tests(values, method.name))}
 
-    tests, verdicts = [], []
-    for number, method in enumerate(real):
-        found = run_tests(method, s.seed + 2 * number)
-        tests += [{"method": method.name, **test} for test in found]
-    tests = holm_correction(tests)
+        key = ["law", method.name, method.rule, sampling.temperature]
+        kept = journal.get_or_measure(key, measure)["tests"]
+        return [from_json(LawTest, {"method": method.name, **test}) for test in kept]
+
+    tests = [run_tests(method, s.seed + 2 * number) for number, method in enumerate(real)]
+    judged = judge_tests([test for own in tests for test in own])
+    verdicts = []
     for number, method in enumerate(real):
         lossless = find_rule(method.rule).lossless
         control_caught: bool | None = None
         if method.draft is not None and lossless:
             control = replace(method, rule=LOSSY_CONTROL_RULE)
-            found = holm_correction(run_tests(control, s.seed + 2 * number + 1))
-            control_caught = not all(test["passed"] for test in found)
-        verdicts.append(
-            {
-                "name": method.name,
-                "lossy": not lossless,
-                "passed": all(t["passed"] for t in tests if t["method"] == method.name),
-                "control_caught": control_caught,
-            }
+            found = judge_tests(run_tests(control, s.seed + 2 * number + 1))
+            control_caught = not all(test.passed for test in found)
+        passed = all(test.passed for test in judged if test.method == method.name)
+        verdicts.append(LawVerdict(method.name, not lossless, passed, control_caught))
+    claims = [v for v in verdicts if not v.lossy]
+    return LawResult(
+        temperature=sampling.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        level=SIGNIFICANCE_LEVEL,
+        passed=all(v.passed and v.control_caught is not False for v in claims),
+        methods=verdicts,
+        tests=judged,
+    )
+
+
+def judge_tests(tests: Sequence[LawTest]) -> list[LawTest]:
+    """With what Holm's correction says of them together. Too many tokens that p excludes fail a test as well."""
+    level = SIGNIFICANCE_LEVEL / max(1, len(tests))
+    return [
+        replace(
+            test,
+            passed=ok and test.impossible <= MAX_IMPOSSIBLE_SHARE,
+            detects=minimum_detectable_shift(test.tokens, level),
         )
-    claims = [v for v in verdicts if not v["lossy"]]
-    return {
-        "temperature": sampling.temperature,
-        "top_k": s.top_k,
-        "top_p": s.top_p,
-        "level": SIGNIFICANCE_LEVEL,
-        "passed": all(v["passed"] and v["control_caught"] is not False for v in claims),
-        "methods": verdicts,
-        "tests": tests,
-    }
+        for test, ok in zip(tests, holm_passes([test.p_value for test in tests]), strict=True)
+    ]
 
 
 def sample_pit_values(
@@ -233,11 +238,8 @@ def _draft_distributions(
     return q, bonus
 
 
-def run_ks_tests(values: PITValues) -> dict[str, Any]:
-    """{tests: [{order, tokens, distance, p_value, impossible}]}, without tests of fewer than MIN_TOKENS tokens.
-
-    `impossible` is the share of emitted tokens with p = 0; `holm_correction` adds `passed`.
-    """
+def run_ks_tests(values: PITValues, method: str = "") -> list[LawTest]:
+    """A test of each order with at least MIN_TOKENS tokens, not judged yet."""
     known = ~np.isnan(values.by_p_minus_q)
     sets = {
         "p": values.by_probability,
@@ -249,16 +251,8 @@ def run_ks_tests(values: PITValues) -> dict[str, Any]:
     impossible = float(values.impossible.mean())
     tests = []
     for order, u in sets.items():
-        if len(u) < MIN_TOKENS:
-            continue
-        distance = ks_distance(u)
-        tests.append(
-            {
-                "order": order,
-                "tokens": len(u),
-                "distance": distance,
-                "p_value": ks_p_value(distance, len(u)),
-                "impossible": impossible,
-            }
-        )
-    return {"tests": tests}
+        if len(u) >= MIN_TOKENS:
+            distance = ks_distance(u)
+            p_value = ks_p_value(distance, len(u))
+            tests.append(LawTest(method, order, len(u), distance, p_value, impossible))
+    return tests

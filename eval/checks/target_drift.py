@@ -5,7 +5,6 @@ original answers the prompts at temperature 1, and both are scored on those answ
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from decode.model.loading import (
     tokenizer_fingerprint,
 )
 from decode.verification.sampling import SamplingParams
-from eval.metrics.acceptance import ratio_interval
+from eval.metrics.bootstrap import Ratio
+from eval.results.report import TargetDrift
 from eval.tasks.loading import TaskPrompt
 
 
@@ -35,32 +35,25 @@ def check_original(name: str, target: Target) -> None:
 
 def measure_target_drift(
     old: Target, new: Target, items: Sequence[TaskPrompt], max_new_tokens: int, rows: int, seed: int
-) -> dict[str, Any]:
-    """{perplexity_old, perplexity_new, log_perplexity_change, kl, same_top1, tokens, …} on the old target's answers.
-
-    All are means over tokens. `log_perplexity_change` has a 95 % bootstrap interval over prompts; kl is KL(old || new)
-    in nats; same_top1 is the share of tokens with the same argmax. rows: prompts decoded in one batch. Both have one
-    tokenizer (`check_original`).
-    """
+) -> TargetDrift:
+    """On the old target's answers. rows: prompts decoded in one batch. Both have one tokenizer (`check_original`)."""
     prompts = [item.prompt_ids for item in items]
     answers = decode(
         old, None, prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed, sampling=SamplingParams(1.0)
     )  # fmt: skip
     scores = np.array([_score_answer(old, new, x.prompt_ids, x.output_ids) for x in answers])
     tokens, nll_old, nll_new, kl, same = scores.T
-    change = nll_new - nll_old
-    return {
-        "old": old.name,
-        "new": new.name,
-        "prompts": len(prompts),
-        "tokens": int(tokens.sum()),
-        "perplexity_old": float(np.exp(nll_old.sum() / tokens.sum())),
-        "perplexity_new": float(np.exp(nll_new.sum() / tokens.sum())),
-        "log_perplexity_change": float(change.sum() / tokens.sum()),
-        "log_perplexity_change_ci": ratio_interval(change, tokens, seed),
-        "kl": float(kl.sum() / tokens.sum()),
-        "same_top1": float(same.sum() / tokens.sum()),
-    }
+    return TargetDrift(
+        old=old.name,
+        new=new.name,
+        prompts=len(prompts),
+        tokens=int(tokens.sum()),
+        perplexity_old=float(np.exp(nll_old.sum() / tokens.sum())),
+        perplexity_new=float(np.exp(nll_new.sum() / tokens.sum())),
+        log_perplexity_change=Ratio(nll_new - nll_old, tokens).estimate(seed),
+        kl=float(kl.sum() / tokens.sum()),
+        same_top1=float(same.sum() / tokens.sum()),
+    )
 
 
 @torch.inference_mode()

@@ -23,27 +23,15 @@ from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.speedup_model import RoundCost, fit_round_cost
+from eval.results.forecast import (
+    CostPoint,
+    EngineSchedule,
+    KSchedule,
+    SglangSchedule,
+)
 
 WARM_ROUNDS = 1
 """First rounds of a request that are not counted."""
-
-
-@dataclass(frozen=True)
-class CostPoint:
-    """The mean round of one engine, batch, context and K; its JSON form is what --costs reads."""
-
-    batch: int
-    """Requests that are decoded together."""
-    context: int
-    """Tokens of each prompt; 0: the prompts of the tasks."""
-    k: int
-    """0: plain decoding."""
-    drafted: float
-    """Tokens that a round drafted for one request, over rounds that drafted: K, or fewer for n-grams."""
-    round_ms: float
-    """Milliseconds of such a round, of the whole batch."""
-    prefill_ms: float
-    """Milliseconds to the first token."""
 
 
 @dataclass(frozen=True)
@@ -239,15 +227,20 @@ def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[KRa
     return ranges
 
 
-def schedule_entry(costs: dict[int, EngineCost], tau: dict[int, float]) -> dict[str, Any]:
+def k_schedule(
+    costs: dict[int, EngineCost], tau: dict[int, float], temperature: float, rule: str, context: int
+) -> KSchedule:
     """Throughput at the measured batch sizes, and the schedule in each engine's form."""
     ranges, batches = best_ranges(costs, tau), sorted(costs)
     rates = throughput(costs, tau, batches)
-    return {
-        "batches": batches,
-        "tokens_per_second": {str(k): values for k, values in rates.items()},
-        "best_k": [list(one) for one in ranges],
-        "vllm": vllm_engine.schedule(ranges),
-        "tensorrt_llm": trtllm_engine.schedule(ranges),
-        "sglang": sglang_engine.schedule(ranges),
-    }
+    return KSchedule(
+        temperature=temperature,
+        rule=rule,
+        context=context,
+        batches=batches,
+        tokens_per_second={str(k): values for k, values in rates.items()},
+        best_k=ranges,
+        vllm=EngineSchedule(**vllm_engine.schedule(ranges)),
+        tensorrt_llm=EngineSchedule(**trtllm_engine.schedule(ranges)),
+        sglang=SglangSchedule(**sglang_engine.schedule(ranges)),
+    )

@@ -1,17 +1,18 @@
 """forecast.json as Markdown."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import (
+    NOT_MEASURED,
     Table,
     escape_markdown,
+    format_estimate,
     format_number,
-    format_with_interval,
     table_markdown,
 )
+from eval.results.forecast import ForecastReport, ForecastRow, KSchedule
 
 ASSUMPTIONS = (
     "τ and α are exact for the measured answers; the intervals are 95 % bootstrap over prompts. Speed-ups are of whole "
@@ -19,71 +20,68 @@ ASSUMPTIONS = (
 )
 
 
-def forecast_markdown(result: Mapping[str, Any]) -> str:
+def forecast_markdown(result: ForecastReport) -> str:
     """The page of a forecast."""
-    draft, target = result["draft"]["name"], result["target"]["name"]
+    draft, target = result.draft.name, result.target.name
     parts = [f"# Forecast of {escape_markdown(draft)} for {escape_markdown(target)}", ASSUMPTIONS]
-    engines = [[x["engine"], x["rule"], x["setting"]] for x in result["engines"]]
+    engines = [[x.engine, x.rule, x.setting] for x in result.engines]
     parts.append(table_markdown(Table("Rules", ["engine", "rule", "setting"], engines, prose=True)))
-    rows = result["rows"]
-    for temperature, rule in dict.fromkeys((x["temperature"], x["rule"]) for x in rows):
-        own = [x for x in rows if (x["temperature"], x["rule"]) == (temperature, rule)]
+    for temperature, rule in dict.fromkeys((x.temperature, x.rule) for x in result.rows):
+        own = [x for x in result.rows if (x.temperature, x.rule) == (temperature, rule)]
         title = f"T = {temperature:g}, {'any rule' if temperature == 0 else 'rule ' + rule}"
         parts.append(table_markdown(figures_table(title, own)))
         parts.append(table_markdown(tau_by_task(f"τ by task, {title}", own)))
-    for entry in result["schedules"]:
-        parts.append(schedule_text(entry))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *map(schedule_text, result.schedules)]) + "\n"
 
 
-def figures_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def figures_table(title: str, rows: Sequence[ForecastRow]) -> Table:
     """τ, α by position and speed-up by K, over all tasks."""
-    pooled = [x for x in rows if x["task"] == ALL_TASKS]
-    most = max(x["k"] for x in pooled)
-    cells = []
-    for x in pooled:
-        alphas = [format_number(a, 3) for a in x["alpha_by_position"]]
-        cells.append(
-            [
-                str(x["k"]),
-                format_with_interval(x["tau"], x["tau_ci"], 2),
-                format_with_interval(x["alpha"], x["alpha_ci"], 3),
-                *alphas,
-                *["–"] * (most - len(alphas)),
-                format_with_interval(x.get("speedup"), x.get("speedup_ci"), 2, "×"),
-            ]
-        )
+    pooled = [x for x in rows if x.task == ALL_TASKS]
+    most = max(x.k for x in pooled)
+    cells = [
+        [
+            str(x.k),
+            format_estimate(x.tau, 2),
+            format_estimate(x.alpha, 3),
+            *(format_number(a.value, 3) for a in x.alpha_by_position),
+            *[NOT_MEASURED] * (most - len(x.alpha_by_position)),
+            format_estimate(x.speedup, 2, "×"),
+        ]
+        for x in pooled
+    ]
     header = ["K", "τ", "α", *(f"α_{i}" for i in range(1, most + 1)), "speed-up"]
     return Table(title, header, cells)
 
 
-def tau_by_task(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def tau_by_task(title: str, rows: Sequence[ForecastRow]) -> Table:
     """τ with its interval by task (all of them together first) and K, from rows of one temperature and rule."""
-    found = {(row["task"], row["k"]): row for row in rows}
-    ks = list(dict.fromkeys(row["k"] for row in rows))
-    cells = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = [found.get((task, k), {"tau": None, "tau_ci": None}) for k in ks]
-        cells.append([task, *(format_with_interval(x["tau"], x["tau_ci"], 2) for x in own)])
+    found = {(row.task, row.k): format_estimate(row.tau, 2) for row in rows}
+    ks = list(dict.fromkeys(row.k for row in rows))
+    cells = [
+        [task, *(found.get((task, k), NOT_MEASURED) for k in ks)]
+        for task in dict.fromkeys(row.task for row in rows)
+    ]
     return Table(title, ["task", *(f"K = {k}" for k in ks)], cells)
 
 
-def schedule_text(entry: Mapping[str, Any]) -> str:
+def schedule_text(entry: KSchedule) -> str:
     """Throughput by batch size, and the best K in the engines' own form."""
-    where = f"T = {entry['temperature']:g}, rule {entry['rule']}"
-    if entry["context"]:
-        where += f", prompts of {entry['context']:,} tokens"
-    rates = entry["tokens_per_second"]
+    where = f"T = {entry.temperature:g}, rule {entry.rule}"
+    if entry.context:
+        where += f", prompts of {entry.context:,} tokens"
+    rates = entry.tokens_per_second
     cells = [
         [str(batch), *(format_number(values[i], 0) for values in rates.values())]
-        for i, batch in enumerate(entry["batches"])
+        for i, batch in enumerate(entry.batches)
     ]
     header = ["requests", *(f"K = {k}" for k in rates)]
     table = table_markdown(Table(f"Tokens per second, {where}", header, cells))
-    vllm, tensorrt = entry["vllm"], entry["tensorrt_llm"]
+    named = {"vLLM": entry.vllm, "TensorRT-LLM": entry.tensorrt_llm}
     lines = [
-        f"- vLLM {vllm['version']}: `{json.dumps(vllm['speculative_config'])}`",
-        f"- TensorRT-LLM {tensorrt['version']}: `{json.dumps(tensorrt['speculative_config'])}`",
-        f"- SGLang: `{' '.join(entry['sglang']['flags'])}`",
+        *(
+            f"- {name} {x.version}: `{json.dumps(x.speculative_config)}`"
+            for name, x in named.items()
+        ),
+        f"- SGLang: `{' '.join(entry.sglang.flags)}`",
     ]
-    return table + "\n\n" + "\n".join(lines if vllm["speculative_config"] else ["No K pays."])
+    return table + "\n\n" + "\n".join(lines if entry.vllm.speculative_config else ["No K pays."])

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from decode.common.typed_json import Estimate, to_json
 from eval.forecasting.costs import EngineCost
 from eval.forecasting.rounds import ExpectedRounds, TextChains, add_rounds, expected_rounds
-from eval.metrics.bootstrap import ALL_TASKS, paired_ratio_interval, ratio_interval, ratio_or_none
+from eval.metrics.bootstrap import ALL_TASKS, Ratio, paired_ratio, ratio_or_none
+from eval.results.forecast import ForecastCounts, ForecastRow
 
 
 def rules_for(temperature: float, rules: Sequence[str]) -> Sequence[str]:
@@ -24,52 +26,50 @@ def by_prompt(texts: Sequence[TextChains], rule: str, k: int) -> list[ExpectedRo
 
 
 def forecast_row(
-    texts: Sequence[TextChains], rule: str, k: int, seed: int, cost: EngineCost | None = None
-) -> dict[str, Any]:
-    """One row, ready for JSON; None where nothing was reached. Intervals are 95 % bootstrap over prompts.
-
-    `tau` is trimmed at the end of answers; `mean_accept_length` is 1 + accepted ÷ rounds that drafted, which
-    engines print; `unconditional_by_position` divides by the same rounds. `speedup` is of whole requests one at a time.
-    """
+    texts: Sequence[TextChains],
+    rule: str,
+    k: int,
+    seed: int,
+    cost: EngineCost | None = None,
+    *,
+    task: str = ALL_TASKS,
+    temperature: float = 0.0,
+) -> ForecastRow:
+    """Of these texts, which are those of `task` at `temperature`; intervals are over prompts."""
     prompts = by_prompt(texts, rule, k)
     emitted = np.array([x.emitted for x in prompts])
     rounds = np.array([x.rounds for x in prompts])
     drafting = np.array([x.drafting_rounds for x in prompts])
     accepted = np.array([x.accepted for x in prompts])
     reached = np.array([x.reached for x in prompts])
-    row = {
-        "k": k,
-        "rule": rule,
-        "prompts": len(prompts),
-        "texts": len(texts),
-        "tau": ratio_or_none(emitted.sum(), rounds.sum()),
-        "tau_ci": ratio_interval(emitted, rounds, seed),
-        "mean_accept_length": ratio_or_none((drafting + accepted.sum(1)).sum(), drafting.sum()),
-        "mean_accept_length_ci": ratio_interval(drafting + accepted.sum(1), drafting, seed),
-        "alpha": ratio_or_none(accepted.sum(), reached.sum()),
-        "alpha_ci": ratio_interval(accepted.sum(1), reached.sum(1), seed),
-        "alpha_by_position": _ratios(accepted, reached),
-        "alpha_by_position_ci": _intervals(accepted, reached, seed),
-        "unconditional_by_position": _ratios(accepted, drafting[:, None] + 0 * accepted),
-        "unconditional_by_position_ci": _intervals(
-            accepted, drafting[:, None] + 0 * accepted, seed
+    speedup = Estimate()
+    if cost is not None:
+        slow = Ratio([cost.plain_request_ms(x) for x in prompts], emitted)
+        fast = Ratio([cost.request_ms(x) for x in prompts], emitted)
+        speedup = paired_ratio(slow, fast, seed)
+    return ForecastRow(
+        task=task,
+        temperature=temperature,
+        k=k,
+        rule=rule,
+        prompts=len(prompts),
+        texts=len(texts),
+        tau=Ratio(emitted, rounds).estimate(seed),
+        mean_accept_length=Ratio(drafting + accepted.sum(1), drafting).estimate(seed),
+        alpha=Ratio(accepted.sum(1), reached.sum(1)).estimate(seed),
+        alpha_by_position=[
+            Ratio(*pair).estimate(seed) for pair in zip(accepted.T, reached.T, strict=True)
+        ],
+        unconditional_by_position=[Ratio(own, drafting).estimate(seed) for own in accepted.T],
+        acceptance_rate=ratio_or_none(accepted.sum(), sum(x.drafted for x in prompts)),
+        counts=ForecastCounts(
+            float(emitted.sum()),
+            float(rounds.sum()),
+            float(drafting.sum()),
+            accepted.sum(0).tolist(),
         ),
-        "acceptance_rate": ratio_or_none(accepted.sum(), sum(x.drafted for x in prompts)),
-        "counts": {
-            "emitted": float(emitted.sum()),
-            "rounds": float(rounds.sum()),
-            "drafting_rounds": float(drafting.sum()),
-            "accepted": accepted.sum(0).tolist(),
-        },
-    }
-    if cost is None:
-        return row
-    slow = np.array([cost.plain_request_ms(x) for x in prompts])
-    fast = np.array([cost.request_ms(x) for x in prompts])
-    return row | {
-        "speedup": ratio_or_none(slow.sum(), fast.sum()),
-        "speedup_ci": paired_ratio_interval(slow, emitted, fast, emitted, seed),
-    }
+        speedup=speedup,
+    )
 
 
 def forecast_rows(
@@ -79,7 +79,7 @@ def forecast_rows(
     rules: Sequence[str],
     seed: int,
     cost: EngineCost | None = None,
-) -> list[dict[str, Any]]:
+) -> list[ForecastRow]:
     """A row for each temperature, task (pooled first), rule and K."""
     rows = []
     for temperature, found in texts.items():
@@ -87,19 +87,11 @@ def forecast_rows(
         for task in [ALL_TASKS, *tasks] if len(tasks) > 1 else [ALL_TASKS]:
             chosen = [text for text in found if task in (ALL_TASKS, text.task)]
             for rule in rules_for(temperature, rules):
-                for k in ks:
-                    place = {"task": task, "temperature": temperature}
-                    rows.append(place | forecast_row(chosen, rule, k, seed, cost))
+                rows += [
+                    forecast_row(chosen, rule, k, seed, cost, task=task, temperature=temperature)
+                    for k in ks
+                ]
     return rows
-
-
-def _ratios(top: Any, bottom: Any) -> list[float | None]:
-    """Column by column; None where the denominators are 0."""
-    return [ratio_or_none(a, b) for a, b in zip(top.sum(0), bottom.sum(0), strict=True)]
-
-
-def _intervals(top: Any, bottom: Any, seed: int) -> list[Any]:
-    return [ratio_interval(a, b, seed) for a, b in zip(top.T, bottom.T, strict=True)]
 
 
 def inside(value: float, interval: Sequence[float] | None) -> bool:
@@ -118,16 +110,16 @@ def compare(
     rounds, accepted = served["rounds"], served["by_position"]
     k, length = len(accepted), 1 + sum(accepted) / rounds
     row = forecast_row(texts, rule, k, seed)
-    counts, shares = row["counts"], [count / rounds for count in accepted]
+    counts, shares = row.counts, [count / rounds for count in accepted]
     return {
         "rule": rule,
-        "forecast": row,
+        "forecast": to_json(row),
         "served": {"mean_accept_length": length, "unconditional_by_position": shares},
-        "inside": inside(length, row["mean_accept_length_ci"]),
-        "positions_inside": sum(map(inside, shares, row["unconditional_by_position_ci"])),
-        "equal": abs(counts["drafting_rounds"] - rounds) < 1e-6 and counts["accepted"] == accepted,
+        "inside": inside(length, row.mean_accept_length.ci),
+        "positions_inside": sum(map(inside, shares, [x.ci for x in row.unconditional_by_position])),
+        "equal": abs(counts.drafting_rounds - rounds) < 1e-6 and counts.accepted == accepted,
         "other_rules": {
-            other: inside(length, forecast_row(texts, other, k, seed)["mean_accept_length_ci"])
+            other: inside(length, forecast_row(texts, other, k, seed).mean_accept_length.ci)
             for other in others
         },
     }

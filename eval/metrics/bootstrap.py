@@ -5,10 +5,12 @@ gives intervals that are far too narrow.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from decode.common.typed_json import Estimate
 
 Array = npt.NDArray[Any]
 Numbers = Array | Sequence[float]
@@ -16,70 +18,78 @@ Interval = tuple[float, float]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+ALL_TASKS = "all"
+"""Stands for all tasks (or domains) together where a report names a task."""
+MS_PER_SECOND = 1000.0
 
 
-def ratio_interval(
-    numerators: Numbers, denominators: Numbers, seed: int, resamples: int = RESAMPLES
-) -> Interval | None:
+class Ratio(NamedTuple):
+    """Σ numerators ÷ Σ denominators, both [n prompts]. Paired with another one, both have the same prompts."""
+
+    numerators: Numbers
+    denominators: Numbers
+
+    @property
+    def value(self) -> float | None:
+        return ratio_or_none(sum(self.numerators), sum(self.denominators))
+
+    def estimate(self, seed: int) -> Estimate:
+        return Estimate(self.value, ratio_interval(*self, seed))
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether two prompts count: one says nothing about the spread."""
+        return bool(np.count_nonzero(self.denominators) >= 2)
+
+
+def ratio_or_none(numerator: float, denominator: float) -> float | None:
+    """None where the denominator is 0: a report holds no NaN."""
+    return None if denominator == 0 else float(numerator) / float(denominator)
+
+
+def ratio_interval(numerators: Numbers, denominators: Numbers, seed: int) -> Interval | None:
     """95 % percentile bootstrap interval of Σ numerators ÷ Σ denominators, both [n prompts].
 
-    None if fewer than two denominators are above 0, since one prompt says nothing about the spread. A resample whose
-    denominators are all 0 is left out.
+    None if fewer than two denominators are above 0. A resample whose denominators are all 0 is left out.
     """
-    if np.count_nonzero(denominators) < 2:
+    if not Ratio(numerators, denominators).has_interval:
         return None
-    top, bottom = _resampled_sums([numerators, denominators], seed, resamples)
-    return _percentile_interval(_safe_divide(top, bottom))
+    return _percentile_interval(_safe_divide(*_resampled_sums([numerators, denominators], seed)))
 
 
-def paired_ratio_interval(
-    plain_seconds: Numbers,
-    plain_tokens: Numbers,
-    seconds: Numbers,
-    tokens: Numbers,
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> Interval | None:
-    """Interval of the speed-up: plain seconds per token ÷ the method's, all four [n prompts].
-
-    Both sides are resampled with the same prompts, so that easy and hard prompts cancel out.
-    """
-    if min(np.count_nonzero(plain_tokens), np.count_nonzero(tokens)) < 2:
-        return None
-    sums = _resampled_sums([plain_seconds, plain_tokens, seconds, tokens], seed, resamples)
-    slow, fast = _safe_divide(sums[0], sums[1]), _safe_divide(sums[2], sums[3])
-    return _percentile_interval(_safe_divide(slow, fast))
+def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
+    """slow ÷ fast: of seconds per token, the speed-up. The same prompts are drawn for both, so that easy and hard ones
+    cancel out. Without a value where one of the three divisions has none."""
+    one, other = slow.value, fast.value
+    value = None if one is None or other is None else ratio_or_none(one, other)
+    if not (slow.has_interval and fast.has_interval):
+        return Estimate(value)
+    sums = _resampled_sums([*slow, *fast], seed)
+    ratios = _safe_divide(_safe_divide(*sums[:2]), _safe_divide(*sums[2:]))
+    return Estimate(value, _percentile_interval(ratios))
 
 
-def paired_difference_interval(
-    numerators_a: Numbers,
-    denominators_a: Numbers,
-    numerators_b: Numbers,
-    denominators_b: Numbers,
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> Interval | None:
-    """Interval of Σa ÷ Σa' − Σb ÷ Σb', all four [n prompts], the same prompts for both methods."""
-    if min(np.count_nonzero(denominators_a), np.count_nonzero(denominators_b)) < 2:
-        return None
-    columns = [numerators_a, denominators_a, numerators_b, denominators_b]
-    sums = _resampled_sums(columns, seed, resamples)
-    return _percentile_interval(_safe_divide(sums[0], sums[1]) - _safe_divide(sums[2], sums[3]))
+def paired_difference(a: Ratio, b: Ratio, seed: int) -> Estimate:
+    """a − b, with the same prompts drawn for both."""
+    one, other = a.value, b.value
+    value = None if one is None or other is None else one - other
+    if not (a.has_interval and b.has_interval):
+        return Estimate(value)
+    sums = _resampled_sums([*a, *b], seed)
+    differences = _safe_divide(*sums[:2]) - _safe_divide(*sums[2:])
+    return Estimate(value, _percentile_interval(differences))
 
 
-def mean_of_ratios(
-    numerators: Numbers, denominators: Numbers, seed: int
-) -> tuple[float | None, Interval | None]:
-    """The mean over prompts of numerator ÷ denominator, both [n prompts], and its interval.
+def mean_of_ratios(numerators: Numbers, denominators: Numbers, seed: int) -> Estimate:
+    """The mean over prompts of numerator ÷ denominator, both [n prompts].
 
-    It weighs a short answer like a long one, which pooling does not. Prompts without a denominator are left out; None
-    where nothing is left, or too little for an interval.
+    It weighs a short answer like a long one, which pooling does not. Prompts without a denominator are left out.
     """
     top, bottom = (np.asarray(x, dtype=np.float64) for x in (numerators, denominators))
     ratios = top[bottom > 0] / bottom[bottom > 0]
     if len(ratios) == 0:
-        return None, None
-    return float(ratios.mean()), ratio_interval(ratios, np.ones(len(ratios)), seed)
+        return Estimate()
+    return Estimate(float(ratios.mean()), ratio_interval(ratios, np.ones(len(ratios)), seed))
 
 
 def _safe_divide(numerators: Array, denominators: Array) -> Array:
@@ -89,11 +99,11 @@ def _safe_divide(numerators: Array, denominators: Array) -> Array:
     return out
 
 
-def _resampled_sums(columns: Sequence[Numbers], seed: int, resamples: int) -> list[Array]:
-    """The sum of each column [n] over the same n prompts drawn with replacement, [resamples]."""
+def _resampled_sums(columns: Sequence[Numbers], seed: int) -> list[Array]:
+    """The sum of each column [n] over the same n prompts drawn with replacement, [RESAMPLES]."""
     arrays = [np.asarray(column, dtype=np.float64) for column in columns]
     n = len(arrays[0])
-    drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    drawn = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
     return [array[drawn].sum(1) for array in arrays]
 
 
@@ -104,13 +114,3 @@ def _percentile_interval(values: Array) -> Interval | None:
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values, [tail, 100 - tail])
     return float(low), float(high)
-
-
-ALL_TASKS = "all"
-"""Stands for all tasks (or domains) together where a report names a task."""
-MS_PER_SECOND = 1000.0
-
-
-def ratio_or_none(numerator: float, denominator: float) -> float | None:
-    """None where the denominator is 0: a report holds no NaN."""
-    return None if denominator == 0 else float(numerator) / float(denominator)

@@ -13,7 +13,6 @@ number of prompts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -132,8 +131,6 @@ def _nan_to_none(value: float) -> float | None:
 
 SIGNIFICANCE_LEVEL = 1e-3
 """Probability of a false alarm over all tests of a report (Holm correction)."""
-MAX_IMPOSSIBLE_SHARE = 1e-3
-"""Share of tokens that may lie just outside top-k or top-p, because two passes round differently."""
 SHIFT_POWER_Z = 3.09
 """Normal quantile of a power of .999."""
 
@@ -160,21 +157,11 @@ def minimum_detectable_shift(n: int, level: float) -> float:
     return (critical + SHIFT_POWER_Z / 2) / math.sqrt(n)
 
 
-def holm_correction(tests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tests with `passed` (Holm 1979, SIGNIFICANCE_LEVEL over all) and `detects`, the minimum detectable shift.
-
-    A test with too many tokens that p excludes (MAX_IMPOSSIBLE_SHARE) does not pass.
-    """
-    ranked = sorted(range(len(tests)), key=lambda i: tests[i]["p_value"])
-    passed, failing = [True] * len(tests), True
+def holm_passes(p_values: Sequence[float]) -> list[bool]:
+    """Which of these tests pass at SIGNIFICANCE_LEVEL over all of them (Holm 1979)."""
+    ranked = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    passed, failing = [True] * len(p_values), True
     for rank, i in enumerate(ranked):
-        failing = failing and tests[i]["p_value"] < SIGNIFICANCE_LEVEL / (len(tests) - rank)
+        failing = failing and p_values[i] < SIGNIFICANCE_LEVEL / (len(p_values) - rank)
         passed[i] = not failing
-    return [
-        {
-            **test,
-            "passed": ok and test["impossible"] <= MAX_IMPOSSIBLE_SHARE,
-            "detects": minimum_detectable_shift(test["tokens"], SIGNIFICANCE_LEVEL / len(tests)),
-        }
-        for test, ok in zip(tests, passed, strict=True)
-    ]
+    return passed

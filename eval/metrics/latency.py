@@ -5,7 +5,7 @@ emitted, each token counting once, as in a streaming server that spreads the tok
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,33 +13,62 @@ from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import MS_PER_SECOND, Array, ratio_or_none
 
 
-def latency_ms(records: Sequence[DecodeRecord]) -> dict[str, Any]:
-    """Milliseconds: p50, p95, mean and variance (ms²) of a round, of a token and of the first token.
+@dataclass(frozen=True)
+class Spread:
+    """None for no value, the variance 0 for one. Older reports have the percentiles alone."""
 
-    None where nothing was measured. A batch's round counts for each of its rows, since each of them waits for it.
-    """
-    rounds = MS_PER_SECOND * np.array([x for s in records for x in s.round_seconds])
-    first = MS_PER_SECOND * np.array([s.first_token_seconds for s in records])
-    wait = summary_statistics(first)
-    return {
-        **summary_statistics(rounds),
-        "first_token": wait["mean"],
-        "first_token_p50": wait["p50"],
-        "first_token_p95": wait["p95"],
-        "token": summary_statistics(MS_PER_SECOND * token_seconds(records)),
-    }
+    p50: float | None = None
+    p95: float | None = None
+    mean: float | None = None
+    variance: float | None = None
+
+    @classmethod
+    def of(cls, values: Array) -> "Spread":
+        if len(values) == 0:
+            return cls()
+        low, high = np.percentile(values, [50, 95])
+        return cls(float(low), float(high), float(values.mean()), float(values.var()))
 
 
-def summary_statistics(values: Array) -> dict[str, float | None]:
-    """{p50, p95, mean, variance}; all None for no value, the variance 0 for one."""
-    if len(values) == 0:
-        return dict.fromkeys(("p50", "p95", "mean", "variance"))
-    return {
-        "p50": float(np.percentile(values, 50)),
-        "p95": float(np.percentile(values, 95)),
-        "mean": float(values.mean()),
-        "variance": float(values.var()),
-    }
+@dataclass(frozen=True)
+class LatencyMs(Spread):
+    """Milliseconds of a round, of a token and of the first token; variances in ms²."""
+
+    first_token: float | None = None
+    """Its mean."""
+    first_token_p50: float | None = None
+    first_token_p95: float | None = None
+    token: Spread | None = None
+
+    @classmethod
+    def measure(cls, records: Sequence[DecodeRecord]) -> "LatencyMs":
+        """A batch's round counts for each of its rows, since each of them waits for it."""
+        rounds = Spread.of(MS_PER_SECOND * np.array([x for r in records for x in r.round_seconds]))
+        first = Spread.of(MS_PER_SECOND * np.array([r.first_token_seconds for r in records]))
+        token = Spread.of(MS_PER_SECOND * token_seconds(records))
+        return cls(
+            **vars(rounds),
+            first_token=first.mean,
+            first_token_p50=first.p50,
+            first_token_p95=first.p95,
+            token=token,
+        )
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of prefill, which reads the prompt and gives the first token."""
+
+    seconds: float
+    tokens: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class DecodeThroughput(Throughput):
+    """Of all that follows prefill."""
+
+    ms_per_token: float | None
 
 
 def token_seconds(records: Sequence[DecodeRecord]) -> Array:
@@ -54,26 +83,18 @@ def token_seconds(records: Sequence[DecodeRecord]) -> Array:
     return np.array(seconds_per_token)
 
 
-def prefill_and_decode(records: Sequence[DecodeRecord]) -> dict[str, dict[str, float | None]]:
-    """{prefill: {seconds, tokens, tokens_per_second}, decode: {…, ms_per_token}}, pooled.
-
-    Prefill reads the prompt and gives the first token; decoding is all that follows. A batch's seconds are divided
-    evenly among its rows.
-    """
-    prefill = sum(s.first_token_seconds / s.rows for s in records)
-    decode = sum(s.seconds for s in records) - prefill
-    read = sum(s.prompt_tokens for s in records)
-    emitted = sum(s.output_tokens - 1 for s in records)
-    return {
-        "prefill": {
-            "seconds": prefill,
-            "tokens": read,
-            "tokens_per_second": ratio_or_none(read, prefill),
-        },
-        "decode": {
-            "seconds": decode,
-            "tokens": emitted,
-            "tokens_per_second": ratio_or_none(emitted, decode),
-            "ms_per_token": ratio_or_none(MS_PER_SECOND * decode, emitted),
-        },
-    }
+def prefill_and_decode(records: Sequence[DecodeRecord]) -> tuple[Throughput, DecodeThroughput]:
+    """Pooled. A batch's seconds are divided evenly among its rows."""
+    prefill = sum(r.first_token_seconds / r.rows for r in records)
+    decode = sum(r.seconds for r in records) - prefill
+    read = sum(r.prompt_tokens for r in records)
+    emitted = sum(r.output_tokens - 1 for r in records)
+    return (
+        Throughput(prefill, read, ratio_or_none(read, prefill)),
+        DecodeThroughput(
+            decode,
+            emitted,
+            ratio_or_none(emitted, decode),
+            ratio_or_none(MS_PER_SECOND * decode, emitted),
+        ),
+    )

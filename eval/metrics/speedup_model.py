@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from decode.common.typed_json import Estimate
 from decode.engine.records import DecodeRecord
-from eval.metrics import acceptance
-from eval.metrics.bootstrap import MS_PER_SECOND, paired_ratio_interval, ratio_or_none
+from eval.metrics.acceptance import Acceptance
+from eval.metrics.bootstrap import MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
 
 MAX_RELATIVE_HALF_WIDTH = 0.1
 """A prediction is not judged by a measured speed-up whose interval is wider than ± this share of it."""
@@ -94,12 +95,11 @@ def fit_speedup_model(
 
     Positions that both draft lengths have are pooled.
     """
-    taken = acceptance.accepted_by_position(long[1], long[0]).sum(0).astype(float)
-    rounds = [float(acceptance.round_counts(long[1]).sum())] * long[0]
-    for i, count in enumerate(acceptance.accepted_by_position(short[1], short[0]).sum(0)):
-        taken[i] += count
-        rounds[i] += float(acceptance.round_counts(short[1]).sum())
-    gains = [float(a) / r for a, r in zip(taken, rounds, strict=True)]
+    few, many = (Acceptance.of(records, k) for k, records in (short, long))
+    taken, rounds = many.accepted_at.sum(0), np.full(long[0], many.rounds.sum())
+    taken[: short[0]] += few.accepted_at.sum(0)
+    rounds[: short[0]] += few.rounds.sum()
+    gains = [float(a) / float(r) for a, r in zip(taken, rounds, strict=True)]
     line = fit_round_cost((short[0], mean_round_ms(short[1])), (long[0], mean_round_ms(long[1])))
     return SpeedupModel(gains, line, mean_round_ms(plain))
 
@@ -109,64 +109,32 @@ def mean_round_ms(records: Sequence[DecodeRecord]) -> float:
     return 1000 * statistics.fmean(t for record in records for t in record.round_seconds)
 
 
-@dataclass(frozen=True)
-class MeasuredSpeedup:
-    """A speed-up of rounds, without prefill: plain milliseconds per token ÷ the method's, same prompts, pooled."""
+def is_precise(speedup: Estimate) -> bool:
+    """Whether the interval is narrow enough to judge a prediction by."""
+    if speedup.value is None or speedup.ci is None:
+        return False
+    low, high = speedup.ci
+    return (high - low) / 2 <= MAX_RELATIVE_HALF_WIDTH * speedup.value
 
-    speedup: float
-    ci: tuple[float, float] | None
-    of_sums: float
-    """The same by the clock, with what the machine stalled."""
 
-    @property
-    def is_precise(self) -> bool:
-        """Whether the interval is narrow enough to judge a prediction by."""
-        return (
-            self.ci is not None
-            and (self.ci[1] - self.ci[0]) / 2 <= MAX_RELATIVE_HALF_WIDTH * self.speedup
-        )
+def seconds_of_rounds(records: Sequence[DecodeRecord]) -> Ratio:
+    """Seconds per emitted token, of records whose `seconds` are those of their rounds."""
+    return Ratio([r.seconds for r in records], Acceptance.of(records).emitted)
+
+
+def round_speedup(
+    plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord], seed: int = 0
+) -> Estimate:
+    """Plain seconds per token of rounds ÷ the method's; both sides hold the same prompts in the same order."""
+    return paired_ratio(seconds_of_rounds(plain), seconds_of_rounds(records), seed)
 
 
 def pooled_round_speedup(
     plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]
 ) -> float | None:
-    """The speed-up of rounds, from records whose `seconds` are those of their rounds; None where no round was run."""
-    slow, fast = (sum(x.seconds for x in side) for side in (plain, records))
-    slow_tokens, fast_tokens = (
-        acceptance.emitted_tokens(plain).sum(),
-        acceptance.emitted_tokens(records).sum(),
-    )
-    if min(slow_tokens, fast_tokens, fast) <= 0:
-        return None
-    return float(slow / slow_tokens / (fast / fast_tokens))
-
-
-def round_speedup_with_interval(
-    plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord], seed: int = 0
-) -> MeasuredSpeedup | None:
-    """`pooled_round_speedup` with its interval; both sides hold the same prompts in the same order."""
-    speedup = pooled_round_speedup(plain, records)
-    if speedup is None:
-        return None
-    slow, fast = ([x.seconds for x in side] for side in (plain, records))
-    tokens = acceptance.emitted_tokens(plain), acceptance.emitted_tokens(records)
-    interval = paired_ratio_interval(slow, tokens[0], fast, tokens[1], seed)
-    of_sums = pooled_round_speedup(
-        *(list(map(acceptance.as_measured, side)) for side in (plain, records))
-    )
-    return MeasuredSpeedup(speedup, interval, speedup if of_sums is None else of_sums)
-
-
-def prediction_record(k: int, predicted: float, measured: MeasuredSpeedup) -> dict[str, object]:
-    """A predicted speed-up beside the measured one, ready for JSON; `counted` where the measurement is precise."""
-    return {
-        "k": k,
-        "predicted": predicted,
-        "measured": measured.speedup,
-        "ci": measured.ci,
-        "error": abs(predicted / measured.speedup - 1),
-        "counted": measured.is_precise,
-    }
+    """`round_speedup` without its interval."""
+    slow, fast = seconds_of_rounds(plain).value, seconds_of_rounds(records).value
+    return None if slow is None or not fast else slow / fast
 
 
 STRONG_ALPHA, STRONG_DRAFT_LENGTHS = 0.8, (7, 10)

@@ -9,5 +9,5 @@
   advice: both of them together, as `eval/advise.py` prints them.
 - render: writes report.json, report.md, report.html (template: report.html.j2) and speculation_profile.json.
 
-May import eval.metrics and decode, nothing else of eval.
+May import eval.metrics, eval.results and decode, nothing else of eval.
 """

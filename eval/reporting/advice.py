@@ -23,19 +23,13 @@ from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     escape_markdown,
+    format_estimate,
     format_number,
     format_percent,
-    format_with_interval,
     table_markdown,
 )
-from eval.results.report import (
-    Report,
-    ReportEntry,
-    Tuned,
-    fastest_entry,
-    pooled_sections,
-    report_sections,
-)
+from eval.results.report import EvalReport, MethodResult
+from eval.results.tuned import TunedReport
 
 RECOMMENDATION_TEXT = {
     "on": "switch it on",
@@ -57,8 +51,8 @@ class Advice:
 
 
 def advise(
-    report: Report,
-    tuned: Tuned | None = None,
+    report: EvalReport,
+    tuned: TunedReport | None = None,
     memory: float | None = None,
     rows: int | None = None,
     length: int | None = None,
@@ -68,13 +62,13 @@ def advise(
     memory: bytes of the device. rows, length: planned concurrent requests and
     tokens of each; None takes the report's batch size and mean reply.
     """
-    pooled = pooled_sections(report)
-    fastest = fastest_entry(pooled[0]) if pooled else None
+    pooled = report.pooled_sections
+    fastest = pooled[0].fastest if pooled else None
     if fastest is None:
         return Advice("Nothing to advise on: no speed-up was measured.", [], [], {})
     inputs = collect_decision_inputs(report, fastest, memory, rows, length)
     recommendation, reasons = decide(inputs)
-    name = f"{fastest['name']} at K = {fastest['k']}" if fastest["k"] else fastest["name"]
+    name = f"{fastest.name} at K = {fastest.k}" if fastest.k else fastest.name
     return Advice(
         headline=f"{RECOMMENDATION_TEXT[recommendation].capitalize()}: {name}, {pooled[0].setting}.",
         reasons=reasons,
@@ -83,13 +77,13 @@ def advise(
     )
 
 
-def _rules_table(report: Report, entry: ReportEntry, inputs: DecisionInputs) -> Table:
+def _rules_table(report: EvalReport, m: MethodResult, inputs: DecisionInputs) -> Table:
     """The rules of thumb with the report's values, and whether each holds."""
-    alpha, ratio = entry["alpha"], size_ratio(report, entry)
+    alpha, ratio = m.alpha.value, size_ratio(report, m)
     busy, reply = inputs.utilisation, inputs.reply_tokens
-    rate = format_number(entry["acceptance_rate"], 3)
+    rate = format_number(m.acceptance_rate.value, 3)
     accepted = f"α {format_number(alpha, 3)}; accepted ÷ drafted {rate}"
-    size = "no weights of its own" if entry["draft"] is None else format_size_ratio(ratio)
+    size = "no weights of its own" if m.draft is None else format_size_ratio(ratio)
     holds: list[bool | None] = [
         None if busy is None else busy < IDLE_UTILISATION,
         None if reply is None else reply > LONG_REPLY_TOKENS,
@@ -100,7 +94,7 @@ def _rules_table(report: Report, entry: ReportEntry, inputs: DecisionInputs) -> 
     ]
     rules = [
         ["GPU use below 50 %", "yes", format_percent(busy)],
-        ["replies above 100 tokens", "yes", format_reply_length(inputs, entry)],
+        ["replies above 100 tokens", "yes", format_reply_length(inputs, m)],
         ["the draft fits", "yes", format_memory(inputs)],
         ["acceptance to aim for", "at least 60 %", accepted],
         ["acceptance that slows down", "not below 50 %", accepted],
@@ -108,21 +102,21 @@ def _rules_table(report: Report, entry: ReportEntry, inputs: DecisionInputs) -> 
     ]
     answers = {None: "missing", True: "yes", False: "no"}
     rows = [[*rule, answers[x]] for rule, x in zip(rules, holds, strict=True)]
-    if entry["draft"] is None:
+    if m.draft is None:
         rows[-1][-1] = NOT_MEASURED
     return Table("Rules of thumb", ["rule", "wants", "here", "holds"], rows, prose=True)
 
 
-def _settings_table(report: Report) -> Table:
+def _settings_table(report: EvalReport) -> Table:
     """The fastest draft of each task and setting, and whether it is clearly faster than plain decoding."""
     rows = []
-    for section in report_sections(report):
-        best = fastest_entry(section)
+    for section in report.sections:
+        best = section.fastest
         if best is not None:
-            value = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
-            verdict = verdict_from_measurement(best["speedup_ci"])
+            value = format_estimate(best.speedup, 2, "×")
+            verdict = verdict_from_measurement(best.speedup)
             helps = {"on": "yes", "off": "no"}.get(verdict, "unclear")
-            rows.append([section.task, section.setting, best["name"], str(best["k"]), value, helps])
+            rows.append([section.task, section.setting, best.name, str(best.k), value, helps])
     header = ["task", "setting", "fastest draft", "K", "speed-up", "helps"]
     return Table("By task and setting", header, rows, prose=True)
 

@@ -9,15 +9,16 @@ takes precedence over these rules, because it already contains everything that t
 from dataclasses import dataclass
 from typing import Literal
 
+from decode.common.typed_json import Estimate
 from eval.metrics import roofline
 from eval.reporting.formatting import (
     NOT_MEASURED,
     format_bytes,
+    format_estimate,
     format_number,
     format_percent,
-    format_with_interval,
 )
-from eval.results.report import Report, ReportEntry
+from eval.results.report import EvalReport, MethodResult
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100
@@ -39,8 +40,7 @@ HEURISTIC_PHRASES = {
 class DecisionInputs:
     """The values that the decision depends on; None where one was neither measured nor given."""
 
-    speedup: float | None
-    speedup_ci: tuple[float, float] | None
+    speedup: Estimate
     utilisation: float | None
     """Share of time that the GPU was busy during plain decoding, 0 to 1."""
     reply_tokens: float | None
@@ -70,11 +70,11 @@ def verdict_from_heuristic(inputs: DecisionInputs) -> HeuristicVerdict:
     return "on" if idle and long else "between"
 
 
-def verdict_from_measurement(speedup_ci: tuple[float, float] | None) -> MeasuredVerdict:
+def verdict_from_measurement(speedup: Estimate) -> MeasuredVerdict:
     """The recommendation of the measurement alone: the speed-up's interval lies above 1, below 1, or contains 1."""
-    if speedup_ci is None:
+    if speedup.ci is None:
         return "missing"
-    return "on" if speedup_ci[0] > 1 else "off" if speedup_ci[1] < 1 else "unclear"
+    return "on" if speedup.ci[0] > 1 else "off" if speedup.ci[1] < 1 else "unclear"
 
 
 def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
@@ -83,8 +83,8 @@ def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
     Memory that does not suffice decides alone; next comes the measurement, and last the rules of thumb.
     """
     heuristic = verdict_from_heuristic(inputs)
-    measured = verdict_from_measurement(inputs.speedup_ci)
-    value = format_with_interval(inputs.speedup, inputs.speedup_ci, 2, "×")
+    measured = verdict_from_measurement(inputs.speedup)
+    value = format_estimate(inputs.speedup, 2, "×")
     if inputs.fits is False:
         needed = f"{format_bytes(inputs.needed_bytes or 0)} needed"
         available = f"{format_bytes(inputs.available_bytes or 0)} available"
@@ -118,8 +118,8 @@ def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
 
 
 def collect_decision_inputs(
-    report: Report,
-    entry: ReportEntry,
+    report: EvalReport,
+    m: MethodResult,
     available_bytes: float | None,
     rows: int | None,
     length: int | None,
@@ -129,70 +129,49 @@ def collect_decision_inputs(
     available_bytes: memory of the device; None takes that of the data sheet if the report's GPU is a known one.
     rows, length: planned concurrent requests and tokens of each, as for `estimate_memory`.
     """
-    gpu = roofline.GPU_SPECS.get(report["hardware"].get("device"))
+    gpu = roofline.GPU_SPECS.get(report.hardware.device or "")
     if available_bytes is None and gpu is not None:
         available_bytes = gpu.memory
-    parts = estimate_memory(report, entry, rows, length)
-    ci = entry["speedup_ci"]
+    parts = estimate_memory(report, m, rows, length)
+    busy = report.gpu_utilisation
     return DecisionInputs(
-        speedup=entry["speedup"],
-        speedup_ci=None if ci is None else (ci[0], ci[1]),
-        utilisation=gpu_utilisation(report),
-        reply_tokens=untruncated_reply_tokens(entry),
+        speedup=m.speedup,
+        utilisation=None if busy is None else busy / 100,
+        reply_tokens=untruncated_reply_tokens(m),
         needed_bytes=None if parts is None else sum(parts.values()),
         available_bytes=available_bytes,
     )
 
 
-def gpu_utilisation(report: Report) -> float | None:
-    """Share of time that the GPU was busy during plain decoding, 0 to 1; None where it was not measured."""
-    value = report.get("gpu_utilisation")
-    return None if value is None else value / 100
-
-
-def untruncated_reply_tokens(entry: ReportEntry) -> float | None:
+def untruncated_reply_tokens(m: MethodResult) -> float | None:
     """Mean tokens per reply; None if the token limit cut most replies, unless their mean is long all the same."""
-    mean = mean_reply_tokens(entry)
-    finish = entry.get("finish") or {}
-    cut = finish.get("length", 0) > sum(finish.values()) / 2 or "finish" not in entry
+    mean, finish = m.mean_reply_tokens, m.finish
+    cut = finish is None or finish.get("length", 0) > sum(finish.values()) / 2
     return None if mean is None or (cut and mean <= LONG_REPLY_TOKENS) else mean
 
 
-def mean_reply_tokens(entry: ReportEntry) -> float | None:
-    """Mean tokens per reply as measured, cut by the token limit or not."""
-    if entry.get("mean_output_tokens") is not None:
-        return float(entry["mean_output_tokens"])
-    total = entry["counts"].get("output_tokens")
-    return total / entry["prompts"] if total is not None and entry["prompts"] else None
-
-
 def estimate_memory(
-    report: Report, entry: ReportEntry, rows: int | None, length: int | None
+    report: EvalReport, m: MethodResult, rows: int | None, length: int | None
 ) -> dict[str, int] | None:
     """Bytes of weights and KV caches by part at the planned load; None where a model's size is unknown.
 
     rows: concurrent requests (None: the measured batch size). length: tokens of prompt and reply of each (None: the
     mean reply).
     """
-    models, reply = report.get("models") or {}, mean_reply_tokens(entry)
-    target, width = models.get("target"), roofline.DTYPE_BYTES.get(entry["dtype"])
-    draft = models.get("drafts", {}).get(entry["name"])
-    if target is None or width is None or (entry["draft"] is not None and draft is None):
+    models, width = report.models, roofline.DTYPE_BYTES.get(m.dtype)
+    if models is None or models.target is None or width is None:
         return None
-    tokens = length if length is not None else round(reply or 0)
-    return roofline.memory_breakdown(
-        roofline.ModelSize(**target),
-        None if draft is None else roofline.ModelSize(**draft),
-        rows or entry["batch_size"],
-        tokens,
-        width,
-    )
+    draft = models.drafts.get(m.name)
+    if m.draft is not None and draft is None:
+        return None
+    tokens = length if length is not None else round(m.mean_reply_tokens or 0)
+    return roofline.memory_breakdown(models.target, draft, rows or m.batch_size, tokens, width)
 
 
-def contradictions(entry: ReportEntry, ratio: float | None) -> list[str]:
+def contradictions(m: MethodResult, ratio: float | None) -> list[str]:
     """Sentences about rules on acceptance or draft size (`ratio`) that the measured speed-up contradicts."""
-    measured, alpha = verdict_from_measurement(entry["speedup_ci"]), entry["alpha"]
-    value = format_with_interval(entry["speedup"], entry["speedup_ci"], 2, "×")
+    measured, alpha = verdict_from_measurement(m.speedup), m.alpha.value
+    value = format_estimate(m.speedup, 2, "×")
     cases = []
     if alpha is not None and alpha < HARMFUL_ACCEPTANCE and measured == "on":
         cases.append(f"α {alpha:.2f} is below the 50 % that guides require, yet {value}")
@@ -204,18 +183,17 @@ def contradictions(entry: ReportEntry, ratio: float | None) -> list[str]:
     return [f"{case} was measured. The measurement takes precedence." for case in cases]
 
 
-def size_ratio(report: Report, entry: ReportEntry) -> float | None:
+def size_ratio(report: EvalReport, m: MethodResult) -> float | None:
     """Parameters of the draft ÷ those of the target; None where either is unknown or there is no draft."""
-    models = report.get("models") or {}
-    draft, target = models.get("drafts", {}).get(entry["name"]), models.get("target")
-    if draft is None or target is None:
+    draft = None if report.models is None else report.models.drafts.get(m.name)
+    if report.models is None or draft is None or report.models.target is None:
         return None
-    return float(draft["parameters"] / target["parameters"])
+    return draft.parameters / report.models.target.parameters
 
 
-def format_reply_length(inputs: DecisionInputs, entry: ReportEntry) -> str:
+def format_reply_length(inputs: DecisionInputs, m: MethodResult) -> str:
     """The mean tokens per reply, and whether the token limit cut most replies; – where unknown."""
-    mean = mean_reply_tokens(entry)
+    mean = m.mean_reply_tokens
     if mean is None or inputs.reply_tokens is not None:
         return format_number(mean, 0)
     return f"{mean:.0f}, cut at the run's limit"

@@ -7,6 +7,8 @@ from typing import Any
 
 import jinja2
 
+from decode.common.typed_json import Estimate
+
 Interval = Sequence[float] | None
 """[low, high] of a 95 % interval; None if it was not measured."""
 
@@ -29,6 +31,10 @@ def format_with_interval(
     return f"{text} [{low}, {high}]"
 
 
+def format_estimate(x: Estimate, digits: int, unit: str = "", signed: bool = False) -> str:
+    return format_with_interval(x.value, x.ci, digits, unit, signed)
+
+
 def format_percent(value: float | None) -> str:
     """A share (0 to 1) in whole per cent, or – for None."""
     return NOT_MEASURED if value is None else f"{100 * value:.0f} %"
@@ -40,22 +46,6 @@ def format_bytes(count: float) -> str:
         if count < limit:
             return f"{count * 2**10 / limit:,.0f} {unit}"
     return f"{count / 2**30:,.1f} GiB"
-
-
-def format_identical(lossless: dict[str, Any] | None) -> str:
-    """An entry's `lossless` field as "40/40" or "39/40 + 1 tie" prompts with the reference's token ids, or –."""
-    if lossless is None or lossless["greedy_identical"] is None:
-        return NOT_MEASURED
-    ties = len(lossless["ties"])
-    tied = f" + {ties} tie{'s' if ties > 1 else ''}" if ties > 0 else ""
-    return f"{lossless['identical']}/{lossless['prompts']}{tied}"
-
-
-def format_method(entry: dict[str, Any]) -> str:
-    """The name of a report's entry, marked where its output is not the target's or its draft is not real."""
-    marks = {"lossy": entry["lossy"], "simulated": entry.get("simulated")}
-    shown = ", ".join(name for name, marked in marks.items() if marked)
-    return f"{entry['name']} ({shown})" if shown else str(entry["name"])
 
 
 def format_value(value: Any) -> str:

@@ -4,22 +4,20 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common.files import write_atomically
-from eval.metrics.roofline import with_model_sizes
+from decode.common.typed_json import to_json
 from eval.reporting.advice import advise
 from eval.reporting.checklist import tuned_table
 from eval.reporting.figures import build_charts
 from eval.reporting.formatting import (
     escape_markdown,
-    format_method,
+    format_estimate,
     format_number,
-    format_with_interval,
     html_templates,
     table_markdown,
 )
@@ -30,17 +28,11 @@ from eval.reporting.summary import (
     lossless_verdict,
     summary_lines,
 )
-from eval.reporting.tables import report_tables
+from eval.reporting.tables import NARROW_COLUMNS, report_tables
 from eval.reporting.token_traces import TokenTrace
-from eval.results.report import (
-    Report,
-    Tuned,
-    fastest_entry,
-    pooled_sections,
-    report_sections,
-    target_name,
-)
-from eval.results.speculation_profile import speculation_profile
+from eval.results.report import EvalReport
+from eval.results.speculation_profile import SpeculationProfile, speculation_profile
+from eval.results.tuned import TunedReport
 
 TEMPLATE = "report.html.j2"
 
@@ -67,10 +59,10 @@ DEFINITIONS = {
 
 
 def write_report(
-    report: Report,
+    report: EvalReport,
     folder: Path,
     traces: Sequence[TokenTrace] = (),
-    tuned: Tuned | None = None,
+    tuned: TunedReport | None = None,
     charts: Sequence[ReportChart] = (),
 ) -> None:
     """Writes report.json, report.md and report.html into `folder`, and speculation_profile.json of measured drafts.
@@ -78,8 +70,8 @@ def write_report(
     ValueError for NaN or infinity in the report.
     traces, tuned, charts: as in `render_html`.
     """
-    report = with_model_sizes(report)
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    report = report.with_models()
+    text = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.json", text + "\n")
     write_atomically(folder / "report.md", render_markdown(report))
@@ -87,19 +79,19 @@ def write_report(
     write_profile(speculation_profile(report), folder)
 
 
-def write_profile(profile: dict[str, Any] | None, folder: Path) -> None:
+def write_profile(profile: SpeculationProfile | None, folder: Path) -> None:
     """Writes speculation_profile.json; without a profile, removes that of an earlier report."""
     file = folder / "speculation_profile.json"
     if profile is None:
         file.unlink(missing_ok=True)
     else:
-        write_atomically(file, json.dumps(profile, indent=1, allow_nan=False) + "\n")
+        write_atomically(file, json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n")
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: EvalReport) -> str:
     """The report as Markdown: summary, tables and definitions, without plots."""
     parts = [
-        f"# Speculative decoding of {escape_markdown(target_name(report))}",
+        f"# Speculative decoding of {escape_markdown(report.target.name)}",
         "\n".join(f"- {escape_markdown(line)}" for line in summary_lines(report)),
         *(table_markdown(table) for table in report_tables(report)),
         "## Definitions",
@@ -109,19 +101,19 @@ def render_markdown(report: Report) -> str:
 
 
 def render_html(
-    report: Report,
+    report: EvalReport,
     traces: Sequence[TokenTrace] = (),
-    tuned: Tuned | None = None,
+    tuned: TunedReport | None = None,
     charts: Sequence[ReportChart] = (),
 ) -> str:
     """The report as one HTML page that needs no other file and no script.
 
     tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
     """
-    tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned)])
+    tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned.chosen)])
     template = html_templates(Path(__file__).parent).get_template(TEMPLATE)
     return template.render(
-        target=target_name(report),
+        target=report.target.name,
         cards=headline_figures(report),
         verdicts=summary_lines(report),
         lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
@@ -132,58 +124,45 @@ def render_html(
         details=[table for table in tables if table.detail],
         advice=advise(report, tuned),
         command=benchmark_command(report),
-        settings=report.get("settings"),
+        settings=report.settings,
         definitions=DEFINITIONS,
     )
 
 
-def headline_figures(report: Report) -> list[tuple[str, str, str]]:
+def headline_figures(report: EvalReport) -> list[tuple[str, str, str]]:
     """(number, what it is, of what) for the head of the page: the fastest draft of each setting, and plain decoding."""
     figures = []
-    for section in pooled_sections(report):
-        best = fastest_entry(section)
+    for section in report.pooled_sections:
+        best = section.fastest
         if best is None:
             continue
-        method = f"{best['name']}, {section.setting}"
-        text = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
+        method = f"{best.name}, {section.setting}"
+        text = format_estimate(best.speedup, 2, "×")
         value, _, interval = text.partition(" ")
         figures.append((value, f"speed-up {interval}", method))
         if len(figures) == 1:
-            figures.append((format_number(best["tau"], 2), "tokens per target pass (τ)", method))
-    speed = report["baseline"]["tokens_per_second"]
+            figures.append((format_number(best.tau.value, 2), "tokens per target pass (τ)", method))
+    speed = report.baseline.tokens_per_second
     digits = 0 if speed is None or speed >= 10 else 1
     figures.append((format_number(speed, digits), "tokens/s", "plain decoding"))
     return figures
 
 
-def benchmark_command(report: Report) -> str | None:
+def benchmark_command(report: EvalReport) -> str | None:
     """The command line of the run that measured the report; None if it was not recorded."""
-    return "python " + shlex.join(report["argv"]) if report.get("argv") else None
+    return "python " + shlex.join(report.argv) if report.argv else None
 
 
-def terminal_table(report: Report) -> RichTable:
+def terminal_table(report: EvalReport) -> RichTable:
     """A console table for 80 columns: a row for each task, temperature and method."""
-    title = Text(f"Speculative decoding of {target_name(report)}")
+    title = Text(f"Speculative decoding of {report.target.name}")
     table = RichTable(title=title, box=box.SIMPLE, padding=0, show_edge=False)
-    table.add_column("task")
-    table.add_column("T", justify="right")
-    table.add_column("method", no_wrap=True)
-    for name in ("K", "n", "τ", "α", "tok/s", "speed-up", "pred."):
-        table.add_column(name, justify="right", no_wrap=True)
-    for section in report_sections(report):
-        for m in section.entries:
-            cells = [
-                section.task,
-                f"{m['temperature']:g}",
-                format_method(m),
-                format_number(m["k"], 0),
-                format_number(m["prompts"], 0),
-                format_number(m["tau"], 2),
-                format_number(m["alpha"], 3),
-                format_number(m["tokens_per_second"], 0),
-                format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
-                format_number(m["predicted_speedup"], 2),
-            ]
-            table.add_row(*[Text(cell) for cell in cells])  # Text: no markup in names
+    names = ("task", "T", "method", "K", "n", "τ", "α", "tok/s", "speed-up", "pred.")
+    for at, name in enumerate(names):
+        right = at not in (0, 2)
+        table.add_column(name, justify="right" if right else "left", no_wrap=at > 1)
+    for section in report.sections:
+        for m in section.entries:  # as Text: a name may hold what rich takes for markup
+            table.add_row(*[Text(NARROW_COLUMNS[name](m)) for name in names])
         table.add_section()
     return table

@@ -3,26 +3,20 @@
 import math
 from collections.abc import Sequence
 
-from eval.metrics.bootstrap import ALL_TASKS, ratio_or_none
-from eval.reporting.formatting import format_identical, format_number, format_with_interval
-from eval.results.report import (
-    Report,
-    ReportEntry,
-    fastest_entry,
-    get_nested,
-    report_sections,
-    unique_names,
-)
+from eval.metrics.bootstrap import ratio_or_none
+from eval.reporting.formatting import format_estimate, format_number
+from eval.reporting.tables import format_identical, pooled_by_name
+from eval.results.report import EngineResult, EvalReport, unique_names
 
 
-def summary_lines(report: Report) -> list[str]:
+def summary_lines(report: EvalReport) -> list[str]:
     """One sentence or more a line, most important first; only what was measured or went wrong."""
-    plain = report["baseline"]
+    plain = report.baseline
     lines = [
         fastest_method_line(report),
         lossless_verdict(report),
-        f"Plain decoding: {format_number(plain['tokens_per_second'], 1)} tokens/s, "
-        f"{format_number(plain['ms_per_token'], 2)} ms per token.",
+        f"Plain decoding: {format_number(plain.tokens_per_second, 1)} tokens/s, "
+        f"{format_number(plain.ms_per_token, 2)} ms per token.",
         distribution_verdict(report),
         *assisted_generation_lines(report),
         failed_prompts_line(report),
@@ -34,20 +28,17 @@ def summary_lines(report: Report) -> list[str]:
     return [line for line in lines if line]
 
 
-def other_targets_lines(report: Report) -> list[str]:
+def other_targets_lines(report: EvalReport) -> list[str]:
     """Which drafts were trained for another target, and whether measurements of another one are in the report."""
-    target = report["target"]  # in older reports a name
-    weights = target.get("weights") if isinstance(target, dict) else None
-    drafts = [m["name"] for m in report["methods"] if m.get("trained_for") not in (None, weights)]
+    weights = report.target.weights
+    drafts = [m.name for m in report.methods if m.trained_for not in (None, weights)]
     lines = []
     if weights is not None and drafts:
         lines.append(
             f"Trained for another target than this one: {', '.join(unique_names(drafts))}."
         )
-    earlier = report.get("earlier_targets") or []
-    named = [
-        f"weights {one['weights']} in {one.get('dtype')}" for one in earlier if "weights" in one
-    ]
+    earlier = report.earlier_targets
+    named = [f"weights {one.weights} in {one.dtype}" for one in earlier if one.weights is not None]
     if named:
         lines.append(f"Some measurements are of another target, as allowed: {', '.join(named)}.")
     if len(named) < len(earlier):
@@ -55,39 +46,37 @@ def other_targets_lines(report: Report) -> list[str]:
     return lines
 
 
-def fastest_method_line(report: Report) -> str:
+def fastest_method_line(report: EvalReport) -> str:
     """The fastest method of the first section, and whether its interval lies above 1."""
-    section = next(iter(report_sections(report)), None)
-    best = fastest_entry(section) if section is not None else None
+    section = next(iter(report.sections), None)
+    best = section.fastest if section is not None else None
     if section is None or best is None:
         return "No speed-up was measured."
-    faster = best["speedup_ci"] is not None and best["speedup_ci"][0] > 1
+    faster = best.speedup.ci is not None and best.speedup.ci[0] > 1
     claim = "Fastest:" if faster else "No method is clearly faster than plain decoding; the best is"
-    value = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
-    scope = f"n = {best['prompts']}, {section.title}"
-    return f"{claim} {best['name']}, {value} the speed of plain decoding ({scope})."
+    value = format_estimate(best.speedup, 2, "×")
+    scope = f"n = {best.prompts}, {section.title}"
+    return f"{claim} {best.name}, {value} the speed of plain decoding ({scope})."
 
 
-def lossless_verdict(report: Report) -> str:
+def lossless_verdict(report: EvalReport) -> str:
     """Whether greedy output equals that of transformers' `generate`, and which methods use a lossy rule."""
-    drafts = [m for m in report["methods"] if m["name"] != "plain" and not m.get("simulated")]
-    lossy = unique_names([m["name"] for m in drafts if m["lossy"]])
-    checked = _greedy_checked(report)
-    broken = [m for m in checked if not m["lossless"]["greedy_identical"]]
-    if not checked:
+    lossy = unique_names([m.name for m in report.methods if m.is_real_draft and m.lossy])
+    checked = [m for m in report.methods if m.is_real_draft and not m.lossy]
+    verdicts = [(m, m.greedy) for m in checked if m.lossless.greedy_identical is not None]
+    broken = [m for m, _ in verdicts if not m.lossless.greedy_identical]
+    if not verdicts:
         text = "Lossless: not checked."
     elif broken:
-        cases = ", ".join(
-            f"{m['name']} on {m['task']} {format_identical(m['lossless'])}" for m in broken
-        )
+        cases = ", ".join(f"{m.name} on {m.task} {format_identical(m)}" for m in broken)
         text = (
             f"NOT identical to transformers' generate: {cases}. In fp32 this is a bug; in lower precision it can also "
             "be a near-tie of two logits."
         )
     else:
-        names = ", ".join(unique_names([m["name"] for m in checked]))
-        most = max(m["lossless"]["prompts"] for m in checked)
-        ties = {(t["task"], t["id"], t["position"]) for m in checked for t in m["lossless"]["ties"]}
+        names = ", ".join(unique_names([m.name for m, _ in verdicts]))
+        most = max(m.lossless.prompts for m, _ in verdicts)
+        ties = {(t.task, t.id, t.position) for _, v in verdicts if v is not None for t in v.ties}
         text = (
             "Lossless: greedy output equals transformers' own generate, token by token "
             f"({names}; n = {most}; ties of two logits: {len(ties)})."
@@ -95,27 +84,15 @@ def lossless_verdict(report: Report) -> str:
     return text + (f" Lossy by choice: {', '.join(lossy)}." if lossy else "")
 
 
-def _greedy_checked(report: Report) -> list[ReportEntry]:
-    """Entries of lossless methods whose greedy output was compared with transformers' `generate`."""
-    return [
-        m
-        for m in report["methods"]
-        if m["name"] != "plain"
-        and not m.get("simulated")
-        and not m["lossy"]
-        and get_nested(m, "lossless", "greedy_identical") is not None
-    ]
-
-
-def distribution_verdict(report: Report) -> str:
+def distribution_verdict(report: EvalReport) -> str:
     """Whether sampled output follows the target's distribution, by the tests; empty if they were not run."""
-    law = report.get("law")
+    law = report.law
     if law is None:
         return ""
-    exact = [m for m in law["methods"] if not m["lossy"]]
-    wrong = [m["name"] for m in exact if not m["passed"]]
-    undetected = [m["name"] for m in exact if m["control_caught"] is False]
-    setting = f"at temperature {law['temperature']:g}, level {law['level']:g}"
+    exact = [m for m in law.methods if not m.lossy]
+    wrong = [m.name for m in exact if not m.passed]
+    undetected = [m.name for m in exact if m.control_caught is False]
+    setting = f"at temperature {law.temperature:g}, level {law.level:g}"
     if wrong:
         return f"Sampled output does NOT follow the target's distribution: {', '.join(wrong)} ({setting})."
     if undetected:
@@ -123,109 +100,97 @@ def distribution_verdict(report: Report) -> str:
             f"The test of the target's distribution is too weak for {', '.join(undetected)}: it did not detect a lossy "
             f"rule either ({setting}). Set check_law to more tokens."
         )
-    names = ", ".join(m["name"] for m in exact)
+    names = ", ".join(m.name for m in exact)
     return (
         f"Sampled output follows the target's distribution ({names}; {setting}; the same test detected a lossy rule "
         "for each draft)."
     )
 
 
-def is_output_changed(report: Report) -> bool:
+def is_output_changed(report: EvalReport) -> bool:
     """Whether a method that claims to be lossless failed the greedy comparison or the distribution tests."""
-    greedy = any(not m["lossless"]["greedy_identical"] for m in _greedy_checked(report))
-    tested = (report.get("law") or {}).get("methods", [])
-    return greedy or any(not m["lossy"] and not m["passed"] for m in tested)
+    exact = [m for m in report.methods if m.is_real_draft and not m.lossy]
+    tested = [] if report.law is None else report.law.methods
+    greedy = any(m.lossless.greedy_identical is False for m in exact)
+    return greedy or any(not m.lossy and not m.passed for m in tested)
 
 
-def failed_prompts_line(report: Report) -> str:
+def failed_prompts_line(report: EvalReport) -> str:
     """The number of failed prompts of each method and engine; empty if none failed."""
-    named = [(m["name"], m) for m in report["methods"]]
-    named += [(f"{e['engine']} {e['name']}", e) for e in report.get("engines") or []]
-    failed = {
-        name: len(m["failed"]) for name, m in named if m["task"] == ALL_TASKS and m.get("failed")
-    }
+    failed = {name: len(m.failed) for name, m in pooled_by_name(report) if m.failed}
     if not failed:
         return ""
     counts = ", ".join(f"{name} {count}" for name, count in failed.items())
     return f"Failed prompts, excluded from that method's numbers and listed below: {counts}."
 
 
-def assisted_generation_lines(report: Report, names: Sequence[str] | None = None) -> list[str]:
+def assisted_generation_lines(report: EvalReport, names: Sequence[str] | None = None) -> list[str]:
     """For each of these drafts (None: all), whether it makes transformers' own `generate` faster, and why or why not.
 
     The expected speed-up is τ ÷ (1 + K c), where c is the time of a draft step over that of a target step, both as
     measured in our engine. Empty unless the report has runs of the engine hf-assisted.
     """
     return [
-        f"transformers with assistant_model = {e['name']} (K = {e['k']}, temperature {e['temperature']:g}): "
-        f"{format_with_interval(e['gain'], e['gain_ci'], 2, '×')} the speed of its own generate, n = {e['prompts']}. "
-        + _explain_assisted_speedup(report, e)
-        for e in report.get("engines") or []
-        if e["engine"] == "hf-assisted"
-        and e["task"] == ALL_TASKS
-        and e.get("gain") is not None
-        and (names is None or e["name"] in names)
+        f"transformers with assistant_model = {e.name} (K = {e.k}, temperature {e.temperature:g}): "
+        f"{format_estimate(e.gain, 2, '×')} the speed of its own generate, n = {e.prompts}. "
+        + _explain_assisted_speedup(report, e, e.tau, e.gain.value)
+        for e in report.engines
+        if e.engine == "hf-assisted" and e.is_pooled
+        if e.tau is not None and e.gain.value is not None
+        if names is None or e.name in names
     ]
 
 
-def _explain_assisted_speedup(report: Report, e: ReportEntry) -> str:
+def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, gain: float) -> str:
     """Splits the speed-up of assisted generation into tokens per round and time per round in target steps."""
-    low, high = e["gain_ci"] or (0.0, math.inf)
+    low, high = e.gain.ci or (0.0, math.inf)
     claim = "It is faster" if low > 1 else "It is slower" if high < 1 else "No clear difference"
     text = (
-        f"{claim}: a round accepts {e['tau'] - 1:.2f} drafted tokens (τ {e['tau']:.2f}) and takes as long as "
-        f"{e['tau'] / e['gain']:.2f} steps of generate."
+        f"{claim}: a round accepts {tau - 1:.2f} drafted tokens (τ {tau:.2f}) and takes as long as {tau / gain:.2f} "
+        "steps of generate."
     )
-    cost = draft_step_cost(report, e["name"], e["temperature"])
+    cost = draft_step_cost(report, e.name, e.temperature)
     if cost is None:
         return text
-    expected = e["tau"] / (1 + e["k"] * cost)
+    expected = tau / (1 + e.k * cost)
     text += (
         f" A draft step costs {cost:.2f} of a target step in our engine, so the expected speed-up is "
         f"τ ÷ (1 + K c) = {expected:.2f}×"
     )
-    if max(expected, e["gain"]) <= 1:
+    if max(expected, gain) <= 1:
         return f"{text}: the draft is too slow for its acceptance."
-    if expected > e["gain"]:
+    if expected > gain:
         text += "; the difference is the time to verify K + 1 tokens and transformers' own work per round"
     return f"{text}."
 
 
-def draft_step_cost(report: Report, name: str, temperature: float) -> float | None:
+def draft_step_cost(report: EvalReport, name: str, temperature: float) -> float | None:
     """Time of a draft step over that of a target step, from the phases of this chain and of plain decoding.
 
     None if the phases of either were not timed.
     """
-    timed = {
-        m["name"]: m
-        for m in report["methods"]
-        if (m["task"], m["temperature"]) == (ALL_TASKS, temperature) and m.get("phase_ms")
-    }
-    if name not in timed or "plain" not in timed:
+    timed = {m.name: m for m in report.pooled if m.temperature == temperature}
+    own, plain = timed.get(name), timed.get("plain")
+    if own is None or own.phase_ms is None or plain is None or plain.phase_ms is None:
         return None
-    target_step_ms = sum(timed["plain"]["phase_ms"].values())
-    return ratio_or_none(timed[name]["phase_ms"]["draft"] / timed[name]["k"], target_step_ms)
+    return ratio_or_none(own.phase_ms.draft / own.k, plain.phase_ms.total)
 
 
-def stalls_line(report: Report) -> str:
+def stalls_line(report: EvalReport) -> str:
     """How many turns were repeated and how many stalls taken off; empty if none were, and for older reports."""
-    pooled = [m for m in report["methods"] if m["task"] == ALL_TASKS]
-    repeated = {(m["temperature"], m["batch_size"]): m.get("repeated_turns", 0) for m in pooled}
-    stalled = sum(m.get("stalled", 0) for m in pooled)
-    engines = sum(
-        e.get("stalled", 0) for e in report.get("engines") or [] if e["task"] == ALL_TASKS
-    )
+    repeated = {m.setting: m.repeated_turns for m in report.pooled}
+    stalled = sum(m.stalled for _, m in pooled_by_name(report))
     parts = [
         (sum(repeated.values()), "turns in which a method stalled were repeated for all methods"),
-        (stalled + engines, "answers had a stall taken off their seconds"),
+        (stalled, "answers had a stall taken off their seconds"),
     ]
     found = "; ".join(f"{count} {what}" for count, what in parts if count > 0)
     return f"Stalls of the machine: {found}." if found else ""
 
 
-def simulated_methods_line(report: Report) -> str:
+def simulated_methods_line(report: EvalReport) -> str:
     """Names the methods with simulated acceptance; empty if there are none."""
-    names = unique_names([m["name"] for m in report["methods"] if m.get("simulated")])
+    names = unique_names([m.name for m in report.methods if m.simulated])
     if not names:
         return ""
     return (
@@ -234,11 +199,11 @@ def simulated_methods_line(report: Report) -> str:
     )
 
 
-def missing_predictions_line(report: Report) -> str:
+def missing_predictions_line(report: EvalReport) -> str:
     """Why methods have no predicted speed-up on all tasks; empty if all have one, or for a report without reasons."""
     reasons: dict[str, list[str]] = {}
-    for m in report["methods"]:
-        if m["task"] == ALL_TASKS and m["name"] != "plain" and m.get("prediction_missing"):
-            reasons.setdefault(m["prediction_missing"], []).append(m["name"])
+    for m in report.pooled:
+        if not m.is_plain and m.prediction_missing:
+            reasons.setdefault(m.prediction_missing, []).append(m.name)
     parts = [f"{', '.join(unique_names(names))} ({reason})" for reason, names in reasons.items()]
     return f"No predicted speed-up: {'; '.join(parts)}." if parts else ""

@@ -8,12 +8,7 @@ from typing import Any
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
 from decode.engine.text_stream import LabelledText, TextStream
-from eval.results.report import (
-    Report,
-    pooled_sections,
-    real_draft_entries,
-    unique_names,
-)
+from eval.results.report import EvalReport, unique_names
 
 MAX_TRACES = 3
 MAX_PROMPT_CHARACTERS = 240
@@ -59,20 +54,17 @@ def read_outputs(path: Path) -> list[OutputLine]:
     return lines
 
 
-def select_traces(report: Report, lines: Iterable[OutputLine], tokenizer: Any) -> list[TokenTrace]:
+def select_traces(
+    report: EvalReport, lines: Iterable[OutputLine], tokenizer: Any
+) -> list[TokenTrace]:
     """MAX_TRACES traces of the fastest chain draft at the lowest temperature.
 
     They are of the first prompt of each task, then of the second of each, and so on. Empty without such a draft.
     """
-    chains = [
-        m
-        for section in pooled_sections(report)
-        for m in real_draft_entries(section)
-        if m["tree"] is None
-    ]
+    chains = [m for section in report.pooled_sections for m in section.real_drafts if not m.tree]
     if not chains:
         return []
-    name, temperature = chains[0]["name"], chains[0]["temperature"]
+    name, temperature = chains[0].name, chains[0].temperature
     chosen = [
         x
         for x in lines

@@ -1,80 +1,456 @@
-"""Reads report.json and tuned.json (schema 1), and groups the entries of a report by task and setting."""
+"""report.json of eval/run.py (schema 1) as types: what was measured, and its entries by task and setting."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
-from eval.metrics.bootstrap import ALL_TASKS
-from eval.metrics.roofline import with_model_sizes
-
-Report = dict[str, Any]
-"""The contents of report.json."""
-ReportEntry = dict[str, Any]
-"""One object of a report: a method at one task and setting, another engine, or the result of one check."""
-Tuned = dict[str, Any]
-"""The contents of tuned.json, as eval/tune.py writes it."""
-
-METHOD_KEYS = frozenset(
-    ("name", "draft", "k", "tree", "temperature", "batch_size", "task", "prompts", "tau", "tau_ci")
-    + ("alpha", "alpha_ci", "alpha_by_position", "alpha_by_position_ci", "acceptance_rate")
-    + ("counts", "latency_ms", "tokens_per_second", "ms_per_token", "speedup", "speedup_ci")
-    + ("draft_sha256", "mode", "dtype", "verification", "lossy", "phase_ms", "lossless")
-    + ("predicted_speedup",)
+from decode.common.provenance import Hardware
+from decode.common.published import (
+    Digest,
+    Name,
+    Place,
+    Private,
+    PromptId,
+    Sentence,
+    Version,
+    Withheld,
+    Word,
 )
-"""What every method of a report has, older reports included."""
+from decode.common.typed_json import (
+    Estimate,
+    IntervalKey,
+    Omitted,
+    WrongTypeError,
+    from_json,
+)
+from decode.engine.records import DecodeRecord
+from decode.model.fingerprint import ModelFingerprint, TargetRecord
+from eval.metrics.acceptance import Acceptance, as_measured, seconds_per_token, speedup
+from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, mean_of_ratios, ratio_or_none
+from eval.metrics.latency import DecodeThroughput, LatencyMs, Throughput, prefill_and_decode
+from eval.metrics.roofline import ModelSize, read_model_size
+
+T = TypeVar("T", bound="Measured")
+SCHEMA = 1
+PLAIN = "plain"
 
 
-def read_report(path: Path) -> Report:
-    """A report of schema 1, with the sizes of its models added where they are on this disk; UserError otherwise."""
-    what = "a report of eval/run.py"
-    report = _read_measurements(
-        path, what, ["methods"], ["target", "baseline", "versions", "hardware", "seed"]
-    )
-    for number, method in enumerate(report["methods"]):
-        missing = sorted(METHOD_KEYS - method.keys())
-        if missing:
-            raise UserError(f"{path} is not {what}: method {number} has no {missing[0]!r}")
-    return with_model_sizes(report)
+@dataclass(frozen=True)
+class TreeRecord:
+    """A tree of drafts: one grown by confidence, or a fixed one by the ranks on the way to each node."""
+
+    width: Omitted[int] = None
+    nodes: Omitted[int] = None
+    paths: Omitted[list[list[int]]] = None
 
 
-def read_tuned(path: Path, report: Report | None = None) -> Tuned:
-    """The content of a tuned.json of schema 1; UserError for anything else, or if its target is not the report's."""
-    tuned = _read_measurements(
-        path, "a tuned.json of eval/tune.py", ["chosen", "cells"], ["predictions", "target"]
-    )
-    both = [tuned] if report is None else [tuned, report]
-    targets = [values["target"] for values in both if isinstance(values["target"], dict)]
-    if len({target["tokenizer"] for target in targets if "tokenizer" in target}) > 1:
-        raise UserError(f"{path} is about another target: give that of the report's target")
-    weights = [target["weights"] for target in targets if "weights" in target]
-    if len(set(weights)) > 1:
-        damage.warn(f"{path} is of a target with weights {weights[0]}, the report of {weights[1]}")
-    return tuned
+@dataclass(frozen=True)
+class LookupRecord:
+    """A lookup in front of a draft, and the tokens that it must find again."""
+
+    name: Word
+    min_match: int
 
 
-def _read_measurements(
-    path: Path, what: str, lists: list[str], others: list[str]
-) -> dict[str, Any]:
-    """The JSON object in `path`. UserError unless it has schema 1, `lists` of objects and the keys `others`."""
-    values = read_json_object(path, what, ("schema", *others), lists)
-    if values["schema"] != 1:
-        raise UserError(f"{path} is not {what} of schema 1: make it again with this version")
-    return values
+@dataclass(frozen=True)
+class AdaptiveRecord:
+    """What sets the length of chains; `confidence` is None where it has no part."""
+
+    by: Word
+    confidence: float | None
 
 
-def target_name(report: Report) -> str:
-    """The target's name; older reports hold the name alone, newer ones an object with revision and tokenizer."""
-    target = report["target"]
-    return str(target["name"]) if isinstance(target, dict) else str(target or "–")
+@dataclass(frozen=True)
+class MirrorRecord:
+    """Drafting while the target verifies, and what of it was of use."""
+
+    exit_layer: int
+    branches: int
+    overlap: bool
+    reuse_rate: Omitted[float] = None
+    exit_hit_rate: Omitted[float] = None
+    hidden_share: Omitted[float] = None
 
 
-def get_nested(entry: ReportEntry, outer: str, inner: str) -> Any:
-    """entry[outer][inner], or None where either is absent: older reports lack newer fields."""
-    return (entry.get(outer) or {}).get(inner)
+@dataclass(frozen=True)
+class AcceptLength:
+    """1 + accepted ÷ rounds, pooled and as the mean of the prompts' own."""
+
+    pooled: Annotated[Estimate, IntervalKey("ci")]
+    per_request: Estimate
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The sums of the ratios: τ = emitted ÷ rounds, α_i = accepted_by_position ÷ rounds_by_position."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    forced: int = 0
+    emitted: int = 0
+    output_tokens: int | None = None
+    rounds_by_position: list[int] = field(default_factory=list)
+    """Rounds that reached a position."""
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FailedPrompt:
+    """A prompt that a method could not decode, and why."""
+
+    task: Name
+    id: PromptId
+    error: Withheld
+
+
+@dataclass(frozen=True)
+class QualityScore:
+    """Mean score of answers that have a reference, beside that of plain decoding on the same prompts."""
+
+    metric: Name
+    prompts: int
+    value: Annotated[Estimate, IntervalKey("ci")]
+    plain: float
+    difference: Estimate
+
+
+@dataclass(frozen=True)
+class PhaseMs:
+    """Mean milliseconds a round."""
+
+    draft: float
+    verify: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.overhead
+
+
+@dataclass(frozen=True)
+class GreedyMismatch:
+    """The first position at which an output differs from the reference."""
+
+    task: Name
+    id: PromptId
+    position: int
+    gap: float | None = None
+    """Logit of the reference's token minus that of the output's, in the wider dtype. None if one of them has ended."""
+    noise: float | None = None
+    """Largest difference between `gap` and the same gap in the model's dtype, over passes of several widths."""
+    tie: bool = True
+    """Whether |gap| is at most the noise."""
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """Greedy output that was not compared: sampled, or of a simulated draft."""
+
+    greedy_identical: bool | None
+    prompts: int
+
+
+@dataclass(frozen=True)
+class GreedyVerdict(NotCompared):
+    """How many outputs equal the reference; `greedy_identical` is True if every difference is a tie."""
+
+    identical: int
+    ties: list[GreedyMismatch]
+    failures: list[GreedyMismatch] = field(default_factory=list)
+    exact: float = 0.0
+    """Share of prompts, as `tied` and `failed`."""
+    tied: float = 0.0
+    failed: float = 0.0
+    noise: float | None = None
+    """The largest of the differing prompts."""
+
+
+class Measured:
+    """What every entry says: a method or engine at one temperature, on the prompts of a task or of all together.
+
+    No dataclass, since its fields would come first in the JSON of those that have them.
+    """
+
+    name: str
+    temperature: float
+    batch_size: int
+    task: str
+    speedup: Estimate
+    failed: list[FailedPrompt]
+
+    @property
+    def setting(self) -> tuple[float, int]:
+        return self.temperature, self.batch_size
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.task == ALL_TASKS
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name == PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult(Measured):
+    """A method on the prompts of one task or domain. A field that older reports lack has a default."""
+
+    name: Name
+    draft: Place | None
+    family: Word | None = None
+    """None for plain decoding and simulated drafts."""
+    k: int
+    """Tokens drafted a round, of a tree its depth; 0 for plain decoding."""
+    tree: TreeRecord | None
+    lookup: LookupRecord | None = None
+    adaptive: AdaptiveRecord | None = None
+    mirror: MirrorRecord | None = None
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    batch_size: int
+    task: Name
+    domain: Name | None = None
+    prompts: int
+    tau: Estimate
+    alpha: Estimate
+    alpha_by_position: list[Estimate]
+    acceptance_rate: Estimate
+    unconditional_by_position: list[Estimate] = field(default_factory=list)
+    """Accepted at position i ÷ all rounds."""
+    mean_accept_length: AcceptLength | None = None
+    histogram: list[int] | None = None
+    """Rounds that accepted 0, 1, … k drafted tokens."""
+    counts: Counts
+    mean_output_tokens: float | None = None
+    latency_ms: LatencyMs | None
+    prefill: Throughput | None = None
+    decode: DecodeThroughput | None = None
+    tokens_per_second: Estimate
+    ms_per_token: float | None
+    speedup: Estimate
+    """Against plain decoding of the same prompts."""
+    speedup_of_sums: float | None = None
+    """By the clock, with all stalls."""
+    stalled: int = 0
+    """Prompts of whose seconds a stall was taken off (eval/metrics/stalls.py)."""
+    finish: dict[Word, int] | None = None
+    tokens_after_eos: int = 0
+    failed: list[FailedPrompt] = field(default_factory=list)
+    quality: list[QualityScore] = field(default_factory=list)
+    draft_sha256: Digest | None
+    draft_altered: bool = False
+    trained_for: Digest | None = None
+    mode: Word
+    dtype: Word
+    draft_dtype: Word | None = None
+    verification: Word
+    lossy: bool
+    simulated: list[float] | None = None
+    """The acceptance by position that was made up."""
+    predicted_speedup: float | None
+    prediction_missing: Sentence | None = None
+    phase_ms: PhaseMs | None
+    lossless: GreedyVerdict | NotCompared
+    repeated_turns: int = 0
+
+    @classmethod
+    def measure(
+        cls,
+        records: Sequence[DecodeRecord],
+        plain: Sequence[DecodeRecord],
+        k: int,
+        seed: int,
+        **facts: Any,
+    ) -> "MethodResult":
+        """From records with `k` positions, and plain decoding of (at least) the same prompts; `facts` are the fields
+        that do not follow from them."""
+        found = Acceptance.of(records, k)
+        length, rate = found.accept_length, seconds_per_token(records)
+        seconds = rate.value
+        prefill, decode = prefill_and_decode(records)
+        return cls(
+            k=k,
+            prompts=len(records),
+            tau=found.tau.estimate(seed),
+            alpha=found.alpha.estimate(seed),
+            alpha_by_position=[x.estimate(seed) for x in found.alpha_by_position],
+            acceptance_rate=found.rate.estimate(seed),
+            unconditional_by_position=[x.estimate(seed) for x in found.unconditional_by_position],
+            mean_accept_length=AcceptLength(length.estimate(seed), mean_of_ratios(*length, seed)),
+            histogram=found.histogram,
+            counts=Counts(
+                rounds=int(found.rounds.sum()),
+                drafted=int(found.drafted.sum()),
+                accepted=int(found.accepted.sum()),
+                forced=sum(sum(r.forced) for r in records),
+                emitted=int(found.emitted.sum()),
+                output_tokens=sum(r.output_tokens for r in records),
+                rounds_by_position=found.reached_at.sum(0).tolist(),
+                accepted_by_position=found.accepted_at.sum(0).tolist(),
+            ),
+            mean_output_tokens=ratio_or_none(sum(r.output_tokens for r in records), len(records)),
+            latency_ms=LatencyMs.measure(records),
+            prefill=prefill,
+            decode=decode,
+            tokens_per_second=Ratio(rate.denominators, rate.numerators).estimate(seed),
+            ms_per_token=None if seconds is None else MS_PER_SECOND * seconds,
+            speedup=speedup(records, plain, seed),
+            speedup_of_sums=speedup(
+                [*map(as_measured, records)], [*map(as_measured, plain)], seed
+            ).value,
+            stalled=sum(r.measured_seconds > r.seconds for r in records),
+            finish=dict(sorted(Counter(r.finish_reason for r in records).items())),
+            **facts,
+        )
+
+    @property
+    def is_real_draft(self) -> bool:
+        """Neither plain decoding nor simulated acceptance."""
+        return not self.is_plain and not self.simulated
+
+    @property
+    def drafts_alone(self) -> bool:
+        """Whether nothing but its draft decides what is drafted: no lookup, no adaptive length, no mirror."""
+        return self.lookup is None and self.adaptive is None and self.mirror is None
+
+    @property
+    def greedy(self) -> GreedyVerdict | None:
+        return self.lossless if isinstance(self.lossless, GreedyVerdict) else None
+
+    @property
+    def mean_reply_tokens(self) -> float | None:
+        """Mean tokens per reply as measured, cut by the token limit or not."""
+        if self.mean_output_tokens is not None or self.counts.output_tokens is None:
+            return self.mean_output_tokens
+        return ratio_or_none(self.counts.output_tokens, self.prompts)
+
+    @property
+    def setting_text(self) -> str:
+        """The setting that it was measured in, with the limits of its sampling."""
+        limits = [f"top-{x} {y:g}" for x, y in (("k", self.top_k), ("p", self.top_p)) if y]
+        return ", ".join([setting_title(*self.setting), *limits * (self.temperature > 0)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineResult(Measured):
+    """Another engine on the same prompts, one at a time."""
+
+    engine: Word
+    name: Name
+    """Of its draft."""
+    k: int
+    temperature: float
+    batch_size: int
+    in_turn: bool = False
+    """Timed in turn with our methods, not apart from them."""
+    task: Name
+    prompts: int
+    output_tokens: int = 0
+    tau: float | None
+    tokens_per_second: float | None
+    ms_per_token: float | None = None
+    speedup: Estimate
+    speedup_of_sums: float | None = None
+    gain: Estimate = Estimate()
+    """Against the same engine without a draft."""
+    gain_of_sums: float | None = None
+    stalled: int = 0
+    same_as_ours: int | None = None
+    failed: list[FailedPrompt] = field(default_factory=list)
+    transformers: Version | None = None
+    repaired: list[Name] = field(default_factory=list)
+    """Functions of vLLM that were corrected."""
+
+
+@dataclass(frozen=True)
+class AlphaDifference:
+    """The pooled α of `a` minus that of `b` on the same prompts."""
+
+    a: Name
+    b: Name
+    task: Name
+    temperature: float
+    metric: Word
+    difference: Annotated[Estimate, IntervalKey("ci")]
+    prompts: int
+
+
+@dataclass(frozen=True)
+class LawVerdict:
+    """Whether a method's sampled text follows the target's distribution; None: it has no control."""
+
+    name: Name
+    lossy: bool
+    passed: bool
+    control_caught: bool | None
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """A Kolmogorov-Smirnov test of one order of the tokens."""
+
+    method: Name
+    order: Name
+    tokens: int
+    distance: float
+    p_value: float
+    impossible: float
+    """Share of the tokens to which the target gives no probability."""
+    passed: bool = False
+    detects: float = 0.0
+    """The smallest shift of the distribution that it finds."""
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """The tests that sampled text follows the target's distribution."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    level: float
+    passed: bool
+    methods: list[LawVerdict]
+    tests: list[LawTest]
+
+
+@dataclass(frozen=True)
+class TargetDrift:
+    """A target that was trained itself, beside the original target: means over tokens of the original's answers."""
+
+    old: Place
+    new: Place
+    prompts: int
+    tokens: int
+    perplexity_old: float
+    perplexity_new: float
+    log_perplexity_change: Estimate
+    kl: float
+    """KL(old || new) in nats."""
+    same_top1: Private[float] = 0.0
+
+
+@dataclass(frozen=True)
+class PlainSpeed:
+    """Plain decoding, pooled, at the first temperature."""
+
+    tokens_per_second: float | None
+    ms_per_token: float | None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of the target and of each method's draft, where they are on this disk."""
+
+    target: ModelSize | None = None
+    drafts: dict[Name, ModelSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,78 +459,112 @@ class ReportSection:
 
     task: str
     setting: str
-    entries: list[ReportEntry]
+    entries: list[MethodResult]
 
     @property
     def title(self) -> str:
         return f"{'all tasks' if self.task == ALL_TASKS else self.task}, {self.setting}"
 
+    @property
+    def real_drafts(self) -> list[MethodResult]:
+        return [m for m in self.entries if m.is_real_draft and m.speedup.value is not None]
 
-def report_sections(report: Report) -> list[ReportSection]:
-    """The report's entries by task ("all" first) and setting, each section sorted by speed-up."""
+    @property
+    def fastest(self) -> MethodResult | None:
+        """The fastest real draft."""
+        return next(iter(self.real_drafts), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """report.json."""
+
+    schema: int
+    target: TargetRecord
+    earlier_targets: list[ModelFingerprint] = field(default_factory=list)
+    """Other targets that measurements in it may be of, because it was allowed; an empty one does not say which."""
+    tasks: list[Name] = field(default_factory=list)
+    argv: Private[list[str]] = field(default_factory=list)
+    git: Digest | None = None
+    versions: dict[Word, Version]
+    hardware: Hardware
+    seed: int
+    resumed: int = 0
+    """Measurements of an earlier start of the run."""
+    baseline: PlainSpeed
+    methods: list[MethodResult]
+    domains: list[MethodResult] = field(default_factory=list)
+    gpu_utilisation: float | None = None
+    """Percent, during plain decoding."""
+    comparisons: list[AlphaDifference] = field(default_factory=list)
+    engines: list[EngineResult] = field(default_factory=list)
+    law: LawResult | None = None
+    target_quality: Omitted[TargetDrift] = None
+    settings: Private[str | None] = None
+    models: Omitted[ModelSizes] = None
+
+    @cached_property
+    def sections(self) -> list[ReportSection]:
+        """The entries by task ("all" first) and setting, each section sorted by speed-up."""
+        return sections_of(self.methods)
+
+    @property
+    def pooled_sections(self) -> list[ReportSection]:
+        return [section for section in self.sections if section.task == ALL_TASKS]
+
+    @property
+    def pooled(self) -> list[MethodResult]:
+        return [m for m in self.methods if m.is_pooled]
+
+    def of_draft(self, sha256: str | None) -> list[MethodResult]:
+        """The entries that measure the draft with this checksum alone."""
+        return [m for m in self.methods if m.draft_sha256 == sha256 and m.drafts_alone]
+
+    def with_models(self) -> "EvalReport":
+        """With the sizes of models that are on this disk."""
+        if self.models is not None:
+            return self
+        sizes = {m.name: read_model_size(m.draft) for m in self.methods if m.draft}
+        drafts = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, models=ModelSizes(read_model_size(self.target.name), drafts))
+
+
+def read_report(path: Path) -> EvalReport:
+    """UserError for another file than a report of schema 1."""
+    return read_measurements(EvalReport, path, "a report of eval/run.py").with_models()
+
+
+def read_measurements(kind: Any, path: Path, what: str) -> Any:
+    """The file as a `kind`, which has a schema and a target. UserError unless it is `what`, of schema 1."""
+    values = read_json_object(path, what, ["schema"])
+    if values["schema"] != SCHEMA:
+        raise UserError(f"{path} is not {what} of schema 1: make it again with this version")
+    if isinstance(values.get("target"), str):  # older files hold the name alone
+        values["target"] = {"name": values["target"]}
+    try:
+        return from_json(kind, values)
+    except WrongTypeError as error:
+        raise UserError(f"{path} is not {what}: {error}") from None
+
+
+def sections_of(entries: Sequence[MethodResult]) -> list[ReportSection]:
     sections = []
-    for task in unique_names([m["task"] for m in report["methods"]]):
-        of_task = [m for m in report["methods"] if m["task"] == task]
-        for setting in measured_settings(of_task):
-            entries = filter_by_setting(of_task, setting)
-            entries.sort(key=lambda m: (m["speedup"] is None, -(m["speedup"] or 0)))
-            sections.append(ReportSection(task, setting_title(*setting), entries))
+    for task in unique_names([m.task for m in entries]):
+        of_task = [m for m in entries if m.task == task]
+        for setting, own in by_setting(of_task).items():
+            own.sort(key=lambda m: (m.speedup.value is None, -(m.speedup.value or 0)))
+            sections.append(ReportSection(task, setting_title(*setting), own))
     return sections
 
 
-def pooled_sections(report: Report) -> list[ReportSection]:
-    """The sections of all tasks together, one for each setting."""
-    return [section for section in report_sections(report) if section.task == ALL_TASKS]
-
-
-def real_draft_entries(section: ReportSection) -> list[ReportEntry]:
-    """The entries with a measured speed-up and a real draft: neither plain decoding nor simulated acceptance."""
-    return [
-        m
-        for m in section.entries
-        if m["name"] != "plain" and m["speedup"] is not None and not m.get("simulated")
-    ]
-
-
-def fastest_entry(section: ReportSection) -> ReportEntry | None:
-    """The fastest real draft of a section; None if no speed-up was measured."""
-    return next(iter(real_draft_entries(section)), None)
-
-
-def draft_entries(report: Mapping[str, Any], sha256: str | None) -> list[ReportEntry]:
-    """The entries that measure the draft with this checksum alone: no lookup with it, no adaptive length, no mirror."""
-    own = [m for m in report["methods"] if m["draft_sha256"] == sha256]
-    changes = ("lookup", "adaptive", "mirror")
-    return [m for m in own if all(m.get(change) is None for change in changes)]
-
-
-def measured_settings(entries: Sequence[ReportEntry]) -> list[tuple[float, int]]:
-    """The (temperature, batch_size) pairs that occur, sorted."""
-    return sorted({(m["temperature"], m["batch_size"]) for m in entries})
-
-
-def filter_by_setting(
-    entries: Sequence[ReportEntry], setting: tuple[float, int]
-) -> list[ReportEntry]:
-    """The entries measured at this (temperature, batch_size)."""
-    return [m for m in entries if (m["temperature"], m["batch_size"]) == setting]
+def by_setting(entries: Sequence[T]) -> dict[tuple[float, int], list[T]]:
+    """{(temperature, batch size): its entries}, in rising order."""
+    settings = sorted({m.setting for m in entries})
+    return {setting: [m for m in entries if m.setting == setting] for setting in settings}
 
 
 def setting_title(temperature: float, batch_size: int) -> str:
-    """A setting as text for titles."""
     return f"temperature {temperature:g}, batch {batch_size}"
-
-
-def entry_setting(m: ReportEntry) -> str:
-    """The setting that an entry was measured in, as text, with the limits of its sampling."""
-    limits = [f"top-{key} {m[f'top_{key}']:g}" for key in ("k", "p") if m.get(f"top_{key}")]
-    sampled = limits if m["temperature"] > 0 else []
-    return ", ".join([setting_title(m["temperature"], m["batch_size"]), *sampled])
-
-
-def pooled_entries(entries: Sequence[ReportEntry]) -> list[ReportEntry]:
-    """Those of all tasks together; where a report has none, each task's own."""
-    return [m for m in entries if m["task"] == ALL_TASKS] or list(entries)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

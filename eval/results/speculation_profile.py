@@ -6,11 +6,14 @@ from. Its lengths count the token that the target adds. docs/engine_logs.md says
 τ and `other_profiles` are ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from decode.common.published import Digest, Name, Place, Revision, Version, Word
+from decode.common.typed_json import Estimate
 from decode.serving.vllm_engine import VLLM
-from eval.metrics.bootstrap import ALL_TASKS
+from eval.results.report import EvalReport, MethodResult, TreeRecord
 
 SCHEMA_VERSION = "1.0"
 TOLERANCE = 0.02
@@ -19,141 +22,212 @@ DIGITS = 6
 AUTOREGRESSIVE = frozenset(("causal", "eagle1", "eagle3", "mtp", "medusa", "early-exit", "layerskip"))  # fmt: skip
 """Families whose chain of K tokens begins with their chain of K − 1, so that one K says what shorter ones give."""
 
-NEEDED = frozenset(("k", "histogram", "mean_accept_length", "unconditional_by_position_ci"))
-"""What older reports lack in part."""
 
-Entry = Mapping[str, Any]
-"""One object of report["methods"]."""
+@dataclass(frozen=True)
+class ProfiledDraft:
+    name: Place | None
+    sha256: Digest | None
+
+
+@dataclass(frozen=True)
+class ProfiledTarget:
+    name: Place
+    revision: Revision | None
+
+
+@dataclass(frozen=True)
+class CategoryProfile:
+    """What a profile says of one task."""
+
+    conditional_accept_rates: list[float]
+    marginal_accept_rates: list[Estimate]
+    mean_accept_length: Estimate
+    tau: Estimate
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class MeasurementConditions:
+    engine: Word
+    temperature: float
+    concurrency: int
+    num_samples: int
+    dtype: Word
+    tree: TreeRecord | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class MeanConsistency:
+    """Whether the mean is 1 + Σ marginal."""
+
+    implied_mean_accept_length: float
+    reported_mean_accept_length: float
+    abs_delta: float
+    tolerance: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class RateRise:
+    position: int
+    value: float
+    previous: float
+
+
+@dataclass(frozen=True)
+class MarginalMonotonicity:
+    """Whether no marginal rate is above the one before it."""
+
+    passed: bool
+    violations: list[RateRise]
+
+
+@dataclass(frozen=True)
+class ProfileValidation:
+    """The proposal's two checks."""
+
+    mean_consistency: MeanConsistency
+    marginal_monotonicity: MarginalMonotonicity
+
+
+@dataclass(frozen=True)
+class DraftProfile:
+    """The profile of one method, K and temperature."""
+
+    schema_version: Version
+    measured: bool
+    method: Word
+    name: Name
+    draft_checkpoint: ProfiledDraft
+    target_model: ProfiledTarget
+    num_speculative_tokens: int
+    block_size: int | None
+    max_supported_k: int
+    verification_method: Word
+    lossy: bool
+    conditional_accept_rates: list[float]
+    marginal_accept_rates: list[Estimate]
+    alpha_by_position: list[Estimate]
+    mean_accept_length: Estimate
+    mean_accept_length_per_request: Estimate
+    tau: Estimate
+    accept_length_model: Word
+    accept_length_by_k: dict[Name, float]
+    acceptance_length_histogram: dict[Name, int]
+    per_category: dict[Name, CategoryProfile]
+    measurement_conditions: MeasurementConditions
+    validation: ProfileValidation
+
+
+@dataclass(frozen=True)
+class SpeculationProfile(DraftProfile):
+    """The fastest draft at the lowest temperature, and behind it every further method, K and temperature."""
+
+    other_profiles: list[DraftProfile] = field(default_factory=list)
 
 
 def speculation_profile(
-    report: Mapping[str, Any], entries: Sequence[Entry] | None = None
-) -> dict[str, Any] | None:
-    """The profile of the fastest draft at the lowest temperature; None if no real draft was measured.
-
-    `other_profiles` has one for each further method, K and temperature. `entries` are those of the report by default.
-    """
-    measured = [m for m in (report["methods"] if entries is None else entries) if is_measured(m)]
-    pooled = [m for m in measured if m["task"] == ALL_TASKS]
-    if not pooled:
-        return None
-    pooled.sort(key=lambda m: (m["temperature"], -(m["speedup"] or 0)))
+    report: EvalReport, entries: Sequence[MethodResult] | None = None
+) -> SpeculationProfile | None:
+    """Of the report's entries, or of these; None if no real draft was measured."""
+    measured = [m for m in (report.methods if entries is None else entries) if is_measured(m)]
+    pooled = sorted(
+        (m for m in measured if m.is_pooled), key=lambda m: (m.temperature, -(m.speedup.value or 0))
+    )
     profiles = [
         build_profile(report, m, [x for x in measured if _setting(x) == _setting(m)])
         for m in pooled
     ]
-    return {**profiles[0], "other_profiles": profiles[1:]}
-
-
-def is_measured(entry: Entry) -> bool:
-    """Whether the entry has rounds of a real draft, and the fields of reports since this file exists."""
     return (
-        entry.keys() >= NEEDED
-        and entry["k"] > 0
-        and not entry.get("simulated")
-        and sum(entry["histogram"]) > 0
+        SpeculationProfile(**vars(profiles[0]), other_profiles=profiles[1:]) if profiles else None
     )
 
 
+def is_measured(m: MethodResult) -> bool:
+    """Whether the entry has rounds of a real draft, and the fields of reports since this file exists."""
+    known = m.mean_accept_length is not None and len(m.unconditional_by_position) == m.k
+    return known and m.k > 0 and not m.simulated and sum(m.histogram or []) > 0
+
+
 def build_profile(
-    report: Mapping[str, Any], entry: Entry, same_setting: Sequence[Entry]
-) -> dict[str, Any]:
+    report: EvalReport, m: MethodResult, same_setting: Sequence[MethodResult]
+) -> DraftProfile:
     """The profile of one entry of all tasks; `same_setting` has those of single tasks too."""
-    k, length, target = entry["k"], entry["mean_accept_length"], report["target"]
-    rates = position_rates(entry["histogram"])
-    mean = round(length["pooled"], DIGITS)
-    family = entry.get("family") or entry["name"]
-    chain = entry["tree"] is None and entry.get("lookup") is None and family in AUTOREGRESSIVE
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "measured": True,
-        "method": VLLM.method(family) or family,
-        "name": entry["name"],
-        "draft_checkpoint": {"name": entry["draft"], "sha256": entry["draft_sha256"]},
-        "target_model": {"name": target["name"], "revision": target.get("revision")}
-        if isinstance(target, Mapping)
-        else {"name": target, "revision": None},
-        "num_speculative_tokens": k,
-        "block_size": None,
-        "max_supported_k": k,
-        "verification_method": "longest_prefix",
-        "lossy": entry["lossy"],
-        **rates,
-        "marginal_accept_rates_ci": entry["unconditional_by_position_ci"],
-        "alpha_by_position": entry["alpha_by_position"],
-        "alpha_by_position_ci": entry["alpha_by_position_ci"],
-        "mean_accept_length": mean,
-        "mean_accept_length_ci": length["ci"],
-        "mean_accept_length_per_request": round(length["per_request"], DIGITS),
-        "mean_accept_length_per_request_ci": length["per_request_ci"],
-        "tau": entry["tau"],
-        "tau_ci": entry["tau_ci"],
-        "accept_length_model": "chain_analytic" if chain else "measured_per_k",
-        "accept_length_by_k": {str(k): mean},
-        "acceptance_length_histogram": {str(i + 1): n for i, n in enumerate(entry["histogram"])},
-        "per_category": {
-            m["task"]: category(m) for m in same_setting if m["task"] != ALL_TASKS
-        },
-        "measurement_conditions": {
-            "engine": "draftsmith",
-            "temperature": entry["temperature"],
-            "concurrency": entry["batch_size"],
-            "num_samples": entry["prompts"],
-            "dtype": entry["dtype"],
-            "tree": entry["tree"],
-            "seed": report.get("seed"),
-        },
-        "validation": validate(mean, rates["marginal_accept_rates"]),
-    }  # fmt: skip
+    assert m.mean_accept_length is not None
+    own, family, histogram = category(m), m.family or m.name, m.histogram or []
+    mean = own.mean_accept_length.value or 0.0
+    chain = m.tree is None and m.lookup is None and family in AUTOREGRESSIVE
+    return DraftProfile(
+        schema_version=SCHEMA_VERSION,
+        measured=True,
+        method=VLLM.method(family) or family,
+        name=m.name,
+        draft_checkpoint=ProfiledDraft(m.draft, m.draft_sha256),
+        target_model=ProfiledTarget(report.target.name, report.target.revision),
+        num_speculative_tokens=m.k,
+        block_size=None,
+        max_supported_k=m.k,
+        verification_method="longest_prefix",
+        lossy=m.lossy,
+        conditional_accept_rates=own.conditional_accept_rates,
+        marginal_accept_rates=own.marginal_accept_rates,
+        alpha_by_position=m.alpha_by_position,
+        mean_accept_length=own.mean_accept_length,
+        mean_accept_length_per_request=_rounded(m.mean_accept_length.per_request),
+        tau=m.tau,
+        accept_length_model="chain_analytic" if chain else "measured_per_k",
+        accept_length_by_k={str(m.k): mean},
+        acceptance_length_histogram={str(i + 1): n for i, n in enumerate(histogram)},
+        per_category={x.task: category(x) for x in same_setting if not x.is_pooled},
+        measurement_conditions=MeasurementConditions(
+            "draftsmith", m.temperature, m.batch_size, m.prompts, m.dtype, m.tree, report.seed
+        ),
+        validation=validate(mean, position_rates(histogram)[1]),
+    )
 
 
-def category(entry: Entry) -> dict[str, Any]:
-    """What a profile says of one task."""
-    length = entry["mean_accept_length"]
-    return {
-        **position_rates(entry["histogram"]),
-        "marginal_accept_rates_ci": entry["unconditional_by_position_ci"],
-        "mean_accept_length": round(length["pooled"], DIGITS),
-        "mean_accept_length_ci": length["ci"],
-        "tau": entry["tau"],
-        "tau_ci": entry["tau_ci"],
-        "num_samples": entry["prompts"],
-    }
+def category(m: MethodResult) -> CategoryProfile:
+    assert m.mean_accept_length is not None
+    conditional, marginal = position_rates(m.histogram or [])
+    return CategoryProfile(
+        conditional,
+        [Estimate(a, x.ci) for a, x in zip(marginal, m.unconditional_by_position, strict=True)],
+        _rounded(m.mean_accept_length.pooled),
+        m.tau,
+        m.prompts,
+    )
 
 
-def position_rates(histogram: Sequence[int]) -> dict[str, list[float]]:
-    """Both lists of rates from the rounds that accepted 0, 1, … K drafts."""
+def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
+    """(conditional, marginal) rates from the rounds that accepted 0, 1, … K drafts."""
     rounds = sum(histogram)
     marginal = [sum(histogram[i:]) / rounds for i in range(1, len(histogram))]
     before = [1.0, *marginal]
     conditional = [a / b if b > 0 else 0.0 for a, b in zip(marginal, before, strict=False)]
-    return {
-        "conditional_accept_rates": [round(x, DIGITS) for x in conditional],
-        "marginal_accept_rates": [round(x, DIGITS) for x in marginal],
-    }
+    return [round(x, DIGITS) for x in conditional], [round(x, DIGITS) for x in marginal]
 
 
-def validate(mean: float, marginal: Sequence[float]) -> dict[str, Any]:
-    """The proposal's two checks: the mean is 1 + Σ marginal, and no marginal rate is above the one before it."""
+def validate(mean: float, marginal: Sequence[float]) -> ProfileValidation:
     implied = 1 + sum(marginal)
     rises = [
-        {"position": i, "value": marginal[i], "previous": marginal[i - 1]}
+        RateRise(i, marginal[i], marginal[i - 1])
         for i in range(1, len(marginal))
         if marginal[i] > marginal[i - 1]
     ]
-    return {
-        "mean_consistency": {
-            "implied_mean_accept_length": round(implied, DIGITS),
-            "reported_mean_accept_length": mean,
-            "abs_delta": round(abs(implied - mean), DIGITS),
-            "tolerance": TOLERANCE,
-            "passed": abs(implied - mean) <= TOLERANCE,
-        },
-        "marginal_monotonicity": {"passed": not rises, "violations": rises},
-    }
+    apart = abs(implied - mean)
+    return ProfileValidation(
+        MeanConsistency(
+            round(implied, DIGITS), mean, round(apart, DIGITS), TOLERANCE, apart <= TOLERANCE
+        ),
+        MarginalMonotonicity(not rises, rises),
+    )
 
 
-def _setting(entry: Entry) -> tuple[Any, ...]:
+def _rounded(x: Estimate) -> Estimate:
+    return Estimate(None if x.value is None else round(x.value, DIGITS), x.ci)
+
+
+def _setting(m: MethodResult) -> tuple[Any, ...]:
     """What entries of one profile have in common."""
-    names = ("name", "draft_sha256", "k", "tree", "temperature", "batch_size")
-    return tuple(str(entry[name]) for name in names)
+    return m.name, m.draft_sha256, m.k, m.tree, m.setting

@@ -4,45 +4,40 @@
 worth more, by the whole interval; "not clear": neither, or the measurements allow no interval.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from decode.common.errors import UserError
-from decode.common.files import read_json_object
-from eval.metrics.bootstrap import Array, Interval, ratio_interval, ratio_or_none
-from eval.reporting.formatting import NOT_MEASURED, Table, format_number, format_with_interval
-from eval.reporting.plots import (
-    ChartSeries,
-    Point,
-    ReportChart,
-    legend_entries,
-    line_chart,
+from decode.common.provenance import Hardware
+from decode.common.published import Digest, Name, Place, Private, Version, Word
+from decode.common.typed_json import Estimate
+from decode.model.fingerprint import TargetRecord
+from eval.metrics.bootstrap import Array, Interval, Ratio
+from eval.reporting.formatting import (
+    NOT_MEASURED,
+    Table,
+    format_estimate,
+    format_number,
+    format_with_interval,
 )
+from eval.reporting.plots import ChartSeries, Point, ReportChart, legend_entries, line_chart
+from eval.results.report import SCHEMA, read_measurements
 from eval.scaling import power_law
+from eval.scaling.power_law import PowerLaw
 
-DataCurve = Mapping[str, Any]
-"""The content of data_curve.json."""
 WHAT = "data_curve.json of scripts/lab/data_curve.py"
 METRICS = {"tau": (0, 1), "alpha": (2, 3)}
-"""{metric: places of its numerator and its denominator in the counts of a prompt}."""
+"""{metric: columns of its numerator and its denominator in the counts of a prompt}."""
+SYMBOLS = {"tau": "τ", "alpha": "α"}
 STOP, GO_ON, NOT_CLEAR = "stop", "go on", "not clear"
 SEED = 0
 """Of all intervals."""
 HALVINGS = 20
 """How far below the largest size a law is followed."""
-FILE_KEYS = ("schema", "target", "family", "worth", "verdict", "points", "before", "forecasts")
-POINT_KEYS = frozenset(
-    ("temperature", "size", "tokens", "rows", "steps", "tau", "tau_ci", "alpha", "alpha_ci")
-)
-FORECAST_KEYS = frozenset(
-    ("temperature", "metric", "law", "exponent_ci", "limit", "at_double", "at_double_ci", "gain")
-    + ("gain_ci", "verdict")
-)
-LAW_KEYS = frozenset(("largest", "level", "slope", "exponent"))
 
 
 @dataclass(frozen=True)
@@ -60,36 +55,104 @@ class TrainedPoint:
     """{temperature: [emitted, rounds, accepted, reached] of each prompt}."""
 
 
+@dataclass(frozen=True)
+class CurvePoint:
+    """The trainings of one size together; τ and α by seed as well."""
+
+    temperature: float
+    size: int
+    tokens: float
+    rows: float
+    steps: float
+    tau: Estimate
+    tau_seeds: list[float | None] = field(default_factory=list, kw_only=True)
+    alpha: Estimate
+    alpha_seeds: list[float | None] = field(default_factory=list, kw_only=True)
+
+    def of(self, metric: str) -> Estimate:
+        return self.tau if metric == "tau" else self.alpha
+
+
+@dataclass(frozen=True)
+class CurveForecast:
+    """The law of a metric, and what it says of twice the largest size."""
+
+    temperature: float
+    metric: Word
+    law: PowerLaw
+    exponent_ci: Interval | None
+    identified: bool = field(default=False, kw_only=True)
+    limit: float | None
+    """None where the measurements do not say."""
+    at_double: Estimate
+    gain: Estimate
+    """Relative to the law at the largest size."""
+    verdict: Name | None
+    """Of τ alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCurve:
+    """data_curve.json."""
+
+    schema: int
+    target: TargetRecord
+    data: Place | None = None
+    family: Word
+    loss: Word | None = None
+    tasks: list[Name] = field(default_factory=list)
+    k: int = 0
+    max_new_tokens: int = 0
+    temperatures: list[float] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    worth: float
+    """The relative gain in τ from which on twice the data is worth it."""
+    passes: float = 0.0
+    least_steps: int = 0
+    steps: int = 0
+    points: list[CurvePoint]
+    before: list[CurvePoint]
+    """The draft before training."""
+    forecasts: list[CurveForecast]
+    verdict: Name
+    argv: Private[list[str]] = field(default_factory=list)
+    git: Digest | None = None
+    versions: dict[Word, Version] = field(default_factory=dict)
+    hardware: Hardware = Hardware()
+
+
 def build_curve(
     points: Sequence[TrainedPoint],
     before: TrainedPoint | None,
     temperatures: Sequence[float],
     k: int,
     worth: float,
-) -> dict[str, Any]:
-    """{points, before, forecasts, verdict} of data_curve.json. `before` is the draft without training.
-
-    `worth` is the relative gain in τ from which on twice the data is worth it.
-    """
-    rows, untrained, forecasts = [], [], []
-    for temperature in temperatures:
-        for size in sorted({point.size for point in points}):
-            rows.append(_pooled([p for p in points if p.size == size], temperature, k))
-        if before is not None:
-            untrained.append(_pooled([before], temperature, k))
-        for metric in METRICS:
-            found = _forecast(points, temperature, metric, k)
-            if found is not None:
-                forecasts.append(found)
-    for f in forecasts:
-        f["verdict"] = verdict(f["gain_ci"], worth) if f["metric"] == "tau" else None
-    verdicts = [f["verdict"] for f in forecasts if f["metric"] == "tau"]
-    return {
-        "points": rows,
-        "before": untrained,
-        "forecasts": forecasts,
-        "verdict": overall_verdict(verdicts, len(temperatures)),
-    }
+    **facts: Any,
+) -> DataCurve:
+    """`before` is the draft without training; `facts` are the fields that do not follow from the points."""
+    sizes = sorted({point.size for point in points})
+    forecasts = [
+        found
+        for temperature in temperatures
+        for metric in METRICS
+        if (found := _forecast(points, temperature, metric, k, worth)) is not None
+    ]
+    verdicts = [f.verdict for f in forecasts if f.metric == "tau"]
+    return DataCurve(
+        schema=SCHEMA,
+        k=k,
+        temperatures=list(temperatures),
+        worth=worth,
+        points=[
+            _pooled([p for p in points if p.size == size], temperature)
+            for temperature in temperatures
+            for size in sizes
+        ],
+        before=[_pooled([before], x) for x in temperatures] if before is not None else [],
+        forecasts=forecasts,
+        verdict=overall_verdict(verdicts, len(temperatures)),
+        **facts,
+    )
 
 
 def verdict(gain_ci: Interval | None, worth: float) -> str:
@@ -101,47 +164,27 @@ def verdict(gain_ci: Interval | None, worth: float) -> str:
     return GO_ON if gain_ci[0] >= worth else NOT_CLEAR
 
 
-def overall_verdict(verdicts: Sequence[str], temperatures: int) -> str:
+def overall_verdict(verdicts: Sequence[str | None], temperatures: int) -> str:
     """GO_ON if one temperature says so, STOP if all of them do, else NOT_CLEAR."""
     if GO_ON in verdicts:
         return GO_ON
     return STOP if verdicts.count(STOP) == temperatures else NOT_CLEAR
 
 
-def read_data_curve(path: str | Path, tokenizer: str = "") -> dict[str, Any]:
-    """The content of a data_curve.json of schema 1.
-
-    UserError for anything else, and for one of a target with another tokenizer than the one with this fingerprint.
-    """
-    curve = read_json_object(path, WHAT, FILE_KEYS[:5], FILE_KEYS[5:])
-    if curve["schema"] != 1:
-        raise UserError(f"{path} is not {WHAT} of schema 1: make it again with this version")
-    for name, wanted in (("points", POINT_KEYS), ("forecasts", FORECAST_KEYS)):
-        for number, entry in enumerate(curve[name]):
-            _check_keys(path, f"{name}[{number}]", entry, wanted)
-            if name == "forecasts":
-                _check_keys(path, f"{name}[{number}].law", entry["law"], LAW_KEYS)
-    _check_keys(path, "target", curve["target"], {"name", "tokenizer"})
-    if not curve["points"]:
+def read_data_curve(path: str | Path, tokenizer: str = "") -> DataCurve:
+    """UserError for another file than a data_curve.json of schema 1, and for one of a target with another tokenizer
+    than the one with this fingerprint."""
+    curve: DataCurve = read_measurements(DataCurve, Path(path), WHAT)
+    if not curve.points:
         raise UserError(f"{path} is not {WHAT}: it has no points")
-    if tokenizer and curve["target"]["tokenizer"] != tokenizer:
+    if curve.target.tokenizer is None:
+        raise UserError(f"{path} is not {WHAT}: target has no 'tokenizer'")
+    if tokenizer and curve.target.tokenizer != tokenizer:
         raise UserError(f"{path} is about another target: give that of this target")
     return curve
 
 
-def _check_keys(path: str | Path, name: str, entry: Any, wanted: Set[str]) -> None:
-    """UserError unless `entry` is an object with these keys."""
-    missing = sorted(wanted - entry.keys()) if isinstance(entry, dict) else sorted(wanted)
-    if missing:
-        raise UserError(f"{path} is not {WHAT}: {name} has no {missing[0]!r}")
-
-
-def law_of(forecast: Mapping[str, Any]) -> power_law.PowerLaw:
-    """The law of an entry of `forecasts`."""
-    return power_law.PowerLaw(**{key: forecast["law"][key] for key in LAW_KEYS})
-
-
-def missing_tokens(law: power_law.PowerLaw, share: float) -> float:
+def missing_tokens(law: PowerLaw, share: float) -> float:
     """Supervised tokens by which a draft is behind that accepts `share` of what one of the largest size does.
 
     By a law of τ: the largest size minus the one at which τ - 1 is that share of τ - 1 there; from 0 to the largest.
@@ -154,19 +197,16 @@ def missing_tokens(law: power_law.PowerLaw, share: float) -> float:
 def doubling_lines(curve: DataCurve) -> list[str]:
     """A sentence for each temperature: what twice the data would give, and the verdict."""
     lines = []
-    for f in curve["forecasts"]:
-        if f["metric"] != "tau":
-            continue
-        law = law_of(f)
-        ci = f["gain_ci"]
+    for f in (f for f in curve.forecasts if f.metric == "tau"):
+        ci, value = f.gain.ci, f.gain.value
         interval = (
             "no interval: too few sizes or prompts" if ci is None else
             f"95 % interval {100 * ci[0]:+z.1f} % to {100 * ci[1]:+z.1f} %"
         )  # fmt: skip
-        gain = NOT_MEASURED if f["gain"] is None else f"{100 * f['gain']:+z.1f} %"
+        gain = NOT_MEASURED if value is None else f"{100 * value:+z.1f} %"
         lines.append(
-            f"T = {f['temperature']:g}: doubling {law.largest:,.0f} supervised tokens gives {gain} τ ({interval}): "
-            f"{f['verdict']} (worth it from {100 * curve['worth']:+z.1f} %)."
+            f"T = {f.temperature:g}: doubling {f.law.largest:,.0f} supervised tokens gives {gain} τ ({interval}): "
+            f"{f.verdict} (worth it from {100 * curve.worth:+z.1f} %)."
         )
     return lines
 
@@ -174,110 +214,99 @@ def doubling_lines(curve: DataCurve) -> list[str]:
 def points_table(curve: DataCurve) -> Table:
     """A row for each temperature and size, for the draft before training, and for the prediction."""
     rows = []
-    for temperature in sorted({p["temperature"] for p in curve["points"]}):
-        of_it = [p for p in [*curve["before"], *curve["points"]] if p["temperature"] == temperature]
-        for p in of_it:
-            rows.append(
-                [
-                    f"{temperature:g}",
-                    f"{p['tokens']:,.0f}" if p["size"] else "before training",
-                    format_number(p["rows"] or None, 0),
-                    format_number(p["steps"] or None, 0),
-                    format_with_interval(p["tau"], p["tau_ci"], 3),
-                    format_with_interval(p["alpha"], p["alpha_ci"], 3),
-                ]
-            )
-        guesses = {f["metric"]: f for f in curve["forecasts"] if f["temperature"] == temperature}
+    for temperature in sorted({p.temperature for p in curve.points}):
+        rows += [
+            [
+                f"{temperature:g}",
+                f"{p.tokens:,.0f}" if p.size else "before training",
+                format_number(p.rows or None, 0),
+                format_number(p.steps or None, 0),
+                format_estimate(p.tau, 3),
+                format_estimate(p.alpha, 3),
+            ]
+            for p in [*curve.before, *curve.points]
+            if p.temperature == temperature
+        ]
+        guesses = {f.metric: f for f in curve.forecasts if f.temperature == temperature}
         if guesses:
-            doubled = 2 * law_of(next(iter(guesses.values()))).largest
+            doubled = 2 * next(iter(guesses.values())).law.largest
             cells = [
-                format_with_interval(guesses[m]["at_double"], guesses[m]["at_double_ci"], 3)
-                if m in guesses
-                else NOT_MEASURED
+                format_estimate(guesses[m].at_double if m in guesses else Estimate(), 3)
                 for m in METRICS
             ]
-            rows.append(
-                [f"{temperature:g}", f"{doubled:,.0f}, predicted", *[NOT_MEASURED] * 2, *cells]
-            )
-    return Table(
-        "Acceptance by training data", ["T", "supervised tokens", "rows", "steps", "τ", "α"], rows
-    )
+            size = f"{doubled:,.0f}, predicted"
+            rows.append([f"{temperature:g}", size, *[NOT_MEASURED] * 2, *cells])
+    header = ["T", "supervised tokens", "rows", "steps", "τ", "α"]
+    return Table("Acceptance by training data", header, rows)
 
 
 def laws_table(curve: DataCurve) -> Table:
     """The fitted law of each temperature and metric."""
     rows = []
-    for f in curve["forecasts"]:
-        law = law_of(f)
-        ratio, c = f"n ÷ {law.largest:,.0f}", f"{law.exponent:.2f}"
-        grown = f"ln({ratio})" if law.exponent == 0 else f"(1 − ({ratio})^−{c}) ÷ {c}"
-        formula = f"{law.level:.3f} {law.slope:+z.4f} · {grown}"
-        limit = "not identified" if f["limit"] is None else format_number(f["limit"], 3)
-        exponent = format_with_interval(law.exponent, f["exponent_ci"], 2)
-        name = {"tau": "τ", "alpha": "α"}[f["metric"]]
-        rows.append([f"{f['temperature']:g}", name, formula, exponent, limit])
+    for f in curve.forecasts:
+        ratio, c = f"n ÷ {f.law.largest:,.0f}", f"{f.law.exponent:.2f}"
+        grown = f"ln({ratio})" if f.law.exponent == 0 else f"(1 − ({ratio})^−{c}) ÷ {c}"
+        formula = f"{f.law.level:.3f} {f.law.slope:+z.4f} · {grown}"
+        limit = "not identified" if f.limit is None else format_number(f.limit, 3)
+        exponent = format_with_interval(f.law.exponent, f.exponent_ci, 2)
+        rows.append([f"{f.temperature:g}", SYMBOLS[f.metric], formula, exponent, limit])
     return Table("Fit", ["T", "metric", "law of n tokens", "exponent", "limit"], rows)
 
 
-def _columns(
-    points: Sequence[TrainedPoint], temperature: float, metric: str
-) -> tuple[Array, Array]:
-    """(numerators, denominators) of the metric, both [points, prompts]."""
+def _counts(points: Sequence[TrainedPoint], temperature: float, metric: str) -> list[Array]:
+    """[numerators, denominators] of the metric, both [points, prompts]."""
     counts = np.array([p.counts[str(temperature)] for p in points], dtype=np.float64)
-    top, bottom = METRICS[metric]
-    return counts[:, :, top], counts[:, :, bottom]
+    return [counts[:, :, column] for column in METRICS[metric]]
 
 
-def _pooled(points: Sequence[TrainedPoint], temperature: float, k: int) -> dict[str, Any]:
-    """One entry of `points`: the trainings of one size together, their counts summed for each prompt."""
-    entry: dict[str, Any] = {
-        "temperature": temperature,
-        "size": points[0].size,
-        "tokens": float(np.mean([p.tokens for p in points])),
-        "rows": float(np.mean([p.rows for p in points])),
-        "steps": float(np.mean([p.steps for p in points])),
-    }
+def _pooled(points: Sequence[TrainedPoint], temperature: float) -> CurvePoint:
+    """The trainings of one size, their counts summed for each prompt."""
+    measured: dict[str, Any] = {}
     for metric in METRICS:
-        tops, bottoms = _columns(points, temperature, metric)
-        entry[metric] = ratio_or_none(tops.sum(), bottoms.sum())
-        entry[f"{metric}_ci"] = ratio_interval(tops.sum(0), bottoms.sum(0), SEED)
-        entry[f"{metric}_seeds"] = [
-            ratio_or_none(top, bottom)
-            for top, bottom in zip(tops.sum(1), bottoms.sum(1), strict=True)
+        tops, bottoms = _counts(points, temperature, metric)
+        measured[metric] = Ratio(tops.sum(0), bottoms.sum(0)).estimate(SEED)
+        measured[f"{metric}_seeds"] = [
+            Ratio(*pair).value for pair in zip(tops, bottoms, strict=True)
         ]
-    return entry
+    return CurvePoint(
+        temperature=temperature,
+        size=points[0].size,
+        tokens=float(np.mean([p.tokens for p in points])),
+        rows=float(np.mean([p.rows for p in points])),
+        steps=float(np.mean([p.steps for p in points])),
+        **measured,
+    )
 
 
 def _forecast(
-    points: Sequence[TrainedPoint], temperature: float, metric: str, k: int
-) -> dict[str, Any] | None:
-    """One entry of `forecasts` without its verdict; None where nothing can be fitted."""
+    points: Sequence[TrainedPoint], temperature: float, metric: str, k: int, worth: float
+) -> CurveForecast | None:
+    """None where nothing can be fitted."""
     sizes = np.array([p.tokens for p in points], dtype=np.float64)
     bounds = (1.0, k + 1.0) if metric == "tau" else (0.0, 1.0)
-    found = power_law.forecast(sizes, *_columns(points, temperature, metric), bounds, SEED)
+    tops, bottoms = _counts(points, temperature, metric)
+    found = power_law.forecast(sizes, tops, bottoms, bounds, SEED)
     if found is None:
         return None
     limit = found.law.limit
     known = found.identified and limit is not None and bounds[0] <= limit <= bounds[1]
-    return {
-        "temperature": temperature,
-        "metric": metric,
-        "law": vars(found.law).copy(),
-        "exponent_ci": found.exponent_ci,
-        "identified": found.identified,
-        "limit": limit if known else None,
-        "at_double": found.at_double,
-        "at_double_ci": found.at_double_ci,
-        "gain": found.gain,
-        "gain_ci": found.gain_ci,
-    }
+    return CurveForecast(
+        temperature=temperature,
+        metric=metric,
+        law=found.law,
+        exponent_ci=found.exponent_ci,
+        identified=found.identified,
+        limit=limit if known else None,
+        at_double=found.at_double,
+        gain=found.gain,
+        verdict=verdict(found.gain.ci, worth) if metric == "tau" else None,
+    )
 
 
 CAPTION = "Acceptance by training data"
 PREDICTED = "twice the data, predicted"
-LABELS = {"tau": ("τ", "tokens per target pass"), "alpha": ("α", "share of drafts accepted")}
-"""{metric: (title, what the vertical axis shows)}."""
 UNIT = "thousand supervised tokens"
+AXES = {"tau": "tokens per target pass", "alpha": "share of drafts accepted"}
 FITTED_POINTS = 40
 
 
@@ -290,33 +319,27 @@ def curve_chart(curve: DataCurve) -> ReportChart:
 
 def series_names(curve: DataCurve) -> list[str]:
     """A name for each temperature, and the prediction's."""
-    temperatures = sorted({p["temperature"] for p in curve["points"]})
+    temperatures = sorted({p.temperature for p in curve.points})
     return [*(f"temperature {t:g}" for t in temperatures), PREDICTED]
 
 
 def curve_panel(curve: DataCurve, metric: str) -> str:
     """SVG of "tau" or "alpha" over the number of tokens: measured, fitted (dashed), predicted for twice the largest."""
     series = []
-    for t in sorted({p["temperature"] for p in curve["points"]}):
+    smallest = min(p.tokens for p in curve.points)
+    for t in sorted({p.temperature for p in curve.points}):
         name = f"temperature {t:g}"
-        measured = [
-            Point(_thousands(p["tokens"]), p[metric], p[f"{metric}_ci"])
-            for p in curve["points"]
-            if p["temperature"] == t and p[metric] is not None
-        ]
-        series.append(ChartSeries(name, measured))
-        for f in curve["forecasts"]:
-            if (f["temperature"], f["metric"]) != (t, metric):
-                continue
-            law = law_of(f)
-            smallest = min(p["tokens"] for p in curve["points"])
-            places = np.geomspace(smallest, 2 * law.largest, FITTED_POINTS)
-            fitted = [Point(n / 1000, law.at(n)) for n in places]
-            series.append(ChartSeries(name, fitted, dashed=True))
-            doubled = Point(_thousands(2 * law.largest), f["at_double"], f["at_double_ci"])
-            series.append(ChartSeries(PREDICTED, [doubled]))
-    title, shown = LABELS[metric]
-    return line_chart(series, series_names(curve), title, UNIT, shown, xscale="log")
+        own = [(p.tokens, p.of(metric)) for p in curve.points if p.temperature == t]
+        series.append(ChartSeries(name, _points(own)))
+        for f in curve.forecasts:
+            if (f.temperature, f.metric) == (t, metric):
+                doubled = 2 * f.law.largest
+                sizes = np.geomspace(smallest, doubled, FITTED_POINTS)
+                fitted = [Point(n / 1000, f.law.at(n)) for n in sizes]
+                series.append(ChartSeries(name, fitted, dashed=True))
+                series.append(ChartSeries(PREDICTED, _points([(doubled, f.at_double)])))
+    title = SYMBOLS[metric]
+    return line_chart(series, series_names(curve), title, UNIT, AXES[metric], xscale="log")
 
 
 def marker_line(curve: DataCurve) -> str:
@@ -325,6 +348,7 @@ def marker_line(curve: DataCurve) -> str:
     return ", ".join(f"{glyph} {name}" for glyph, _, name in entries)
 
 
-def _thousands(tokens: float) -> float:
-    """The number ÷ 1,000 with three digits, which the ticks show."""
-    return float(f"{tokens / 1000:.3g}")
+def _points(values: Sequence[tuple[float, Estimate]]) -> list[Point]:
+    """Over thousands of tokens, to the three digits that ticks show."""
+    known = [(n, x.value, x.ci) for n, x in values if x.value is not None]
+    return [Point(float(f"{n / 1000:.3g}"), value, ci) for n, value, ci in known]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from decode.common.typed_json import Estimate
 from eval.metrics.bootstrap import CONFIDENCE, RESAMPLES, Array, Interval
 
 EXPONENTS = np.linspace(0.0, 2.0, 101)
@@ -47,17 +48,15 @@ class PowerLaw:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class LawForecast:
     """A law and what it says of twice the largest size. Intervals are None where the measurements allow none."""
 
     law: PowerLaw
     exponent_ci: Interval | None
     """None where c was not fitted, too."""
-    at_double: float
-    at_double_ci: Interval | None
-    gain: float | None
+    at_double: Estimate
+    gain: Estimate
     """at_double ÷ the law's level - 1; None if the level is not above 0."""
-    gain_ci: Interval | None
 
     @property
     def identified(self) -> bool:
@@ -86,7 +85,7 @@ def forecast(
     bounds: tuple[float, float],
     seed: int,
     resamples: int = RESAMPLES,
-) -> Forecast | None:
+) -> LawForecast | None:
     """The law of Σ numerators ÷ Σ denominators, both [P measurements, n prompts], at `sizes` [P], and its prediction.
 
     Several measurements may have one size (other seeds); prompts are the same in all of them. Predictions are cut to
@@ -101,21 +100,19 @@ def forecast(
         return None
     values = numerators.sum(1) / totals
     law = fit(sizes, values)
-    gain = _gain(np.array([law.level]), np.array([law.at(2 * law.largest)]), bounds)[0]
+    gain = _number(_gain(np.array([law.level]), np.array([law.at(2 * law.largest)]), bounds)[0])
     at_double = float(np.clip(law.at(2 * law.largest), *bounds))
     drawn = _resampled_values(sizes, values, law, numerators, denominators, seed, resamples)
     if drawn is None:
-        return Forecast(law, None, at_double, None, _number(gain), None)
+        return LawForecast(law, None, Estimate(at_double), Estimate(gain))
     level, slope, exponent = _fit_all(sizes, drawn)
     shifts = np.array([growth(2.0, c) for c in EXPONENTS])
     doubled = level + slope * shifts[np.searchsorted(EXPONENTS, exponent)]
-    return Forecast(
+    return LawForecast(
         law,
         _interval(exponent) if _fits_exponent(sizes) else None,
-        at_double,
-        _interval(np.clip(doubled, *bounds)),
-        _number(gain),
-        None if np.isnan(gain) else _interval(_gain(level, doubled, bounds)),
+        Estimate(at_double, _interval(np.clip(doubled, *bounds))),
+        Estimate(gain, None if gain is None else _interval(_gain(level, doubled, bounds))),
     )
 
 

@@ -16,8 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from decode.checkpoints.draft_folder import (
+    check_saved_tokenizer,
+    check_tokenizer,
+    draft_sha256,
+    read_metadata,
+)
 from decode.common.errors import UserError, first_line
-from decode.drafts.base import check_saved_tokenizer, check_tokenizer, draft_sha256, read_metadata
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target
 from decode.serving.log_counts import EngineLog, RequestCounts, pool
@@ -321,9 +326,9 @@ def audit_draft(
     """
     check_saved_tokenizer(s.draft)
     facts = read_metadata(s.draft)
-    recorded = facts.get("tokenizer_hash")
+    recorded = facts.tokenizer_hash
     # A causal draft has a tokenizer of its own, and loading it compares the vocabularies.
-    if recorded is not None and facts.get("family") != "causal":
+    if recorded is not None and facts.family != "causal":
         check_tokenizer(s.draft, recorded, target)
     d = read_draft(s.draft, read_target(s.target, tokenizer=False))
     prompts, others = [item.prompt_ids for item in items], suspects.readings(d)
@@ -344,7 +349,7 @@ def audit_draft(
         "k": s.k,
         "prompts": len(items),
         "max_new_tokens": s.max_new_tokens,
-        "measured_in_training": read_metadata(d.path).get("measured_in_training"),
+        "measured_in_training": read_metadata(d.path).measured_in_training,
         "checker": [asdict(finding) for finding in findings],
         "served": _served_row(served),
         "written": _outcome_row(written, served),

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.checkpoints.importers import Tensors
 from decode.checkpoints.layouts import Shapes
-from decode.drafts.base import METADATA_FILE
 from decode.serving.edits import ConfigEdit, Edit, EditSequence, TensorEdit
 from decode.serving.rules import DraftFiles
 

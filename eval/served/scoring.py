@@ -15,8 +15,9 @@ from decode.serving.log_counts import EngineLog, RequestCounts
 from decode.serving.logs import READERS
 from eval.metrics.bootstrap import (
     Array,
+    Ratio,
     mean_of_ratios,
-    paired_difference_interval,
+    paired_difference,
     ratio_interval,
     ratio_or_none,
 )
@@ -277,10 +278,8 @@ def compare(a: EngineLog, b: EngineLog) -> LogComparison:
             )
     differences = {}
     for name in sorted(first.keys() & second.keys()):
-        one, other = (ratio_or_none(x[name][0].sum(), x[name][1].sum()) for x in (first, second))
-        difference = None if one is None or other is None else one - other
-        interval = paired_difference_interval(*first[name], *second[name], SEED)
-        differences[name] = LogDifference(difference, interval)
+        apart = paired_difference(Ratio(*first[name]), Ratio(*second[name]), SEED)
+        differences[name] = LogDifference(*apart)
     n = len(pair[0])
     counts = [np.array([(r.rounds, r.accepted) for r in requests]) for requests in pair]
     if min(x[:, 0].sum() for x in counts) == 0:

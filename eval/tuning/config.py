@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
@@ -37,6 +37,10 @@ TUNED_EXIT = "early-exit"
 
 @dataclass
 class TuneConfig(MeasuringSettings, TargetSettings):
+    COMMON: ClassVar[str] = (
+        "target methods tasks ks batch_sizes temperatures max_new_tokens dtype out"
+    )
+
     out: str = "outputs/tune"
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
     """Drafts to tune, with the fields of eval/run.py's methods; their own k and tree are not used."""

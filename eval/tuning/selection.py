@@ -5,20 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.engine.records import DecodeRecord
-from decode.verification.registry import find_rule
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingResult
-from eval.metrics import acceptance
-from eval.metrics.bootstrap import ALL_TASKS, ratio_or_none
-from eval.metrics.latency import latency_ms
+from eval.metrics.acceptance import Acceptance, as_measured
+from eval.metrics.bootstrap import ALL_TASKS
+from eval.metrics.latency import LatencyMs, Spread
 from eval.metrics.speedup_model import (
     SpeedupModel,
     fit_speedup_model,
+    is_precise,
     pooled_round_speedup,
-    prediction_record,
     recommended_k_range,
-    round_speedup_with_interval,
+    round_speedup,
+    seconds_of_rounds,
 )
+from eval.results.tuned import ChosenSetting, PredictedCell, Predictions, RoundMs, SweepCell
 from eval.tuning.sweep import SweepStage
 
 RecordsBySetting = Mapping[Method, Sequence[DecodeRecord]]
@@ -42,40 +43,41 @@ def every_other_prompt(records: RecordsBySetting, odd: int) -> dict[Method, list
     return {setting: list(own[odd::2]) for setting, own in records.items()}
 
 
-def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[dict[str, Any]]:
-    """One for each setting and domain, plain decoding included, ready for JSON."""
+def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[SweepCell]:
+    """One for each setting and domain, plain decoding included."""
     cells = []
     for task in task_names(result.records):
         own = filter_by_task(result.records, task)
         for setting, records in own.items():
-            measured = round_speedup_with_interval(own[PLAIN_DECODING], records, seed)
-            latency = latency_ms(records)
-            rate = ratio_or_none(
-                float(acceptance.emitted_tokens(records).sum()), sum(x.seconds for x in records)
-            )
+            found = Acceptance.of(records, setting.depth)
+            latency, seconds = LatencyMs.measure(records), seconds_of_rounds(records).value
             cells.append(
-                {
-                    "stage": stage.name,
-                    "method": setting.name,
-                    "setting": setting.description,
-                    "k": setting.depth,
-                    "layers": setting.layers,
-                    "tree": describe_tree(setting.shape),
-                    "temperature": stage.temperature,
-                    "batch_size": stage.batch_size,
-                    "task": task,
-                    "prompts": len(records),
-                    "tau": acceptance.tau(records),
-                    "alpha": acceptance.alpha(records, setting.depth),
-                    "speedup": None if measured is None else measured.speedup,
-                    "ci": None if measured is None else measured.ci,
-                    "speedup_of_sums": None if measured is None else measured.of_sums,
-                    "tokens_per_second": None if rate is None else stage.batch_size * rate,
-                    "round_ms": {key: latency[key] for key in ("mean", "p50", "p95", "variance")},
-                    "token_ms": latency["token"],
-                }
+                SweepCell(
+                    stage=stage.name,
+                    method=setting.name,
+                    setting=setting.description,
+                    k=setting.depth,
+                    layers=setting.layers,
+                    tree=describe_tree(setting.shape),
+                    temperature=stage.temperature,
+                    batch_size=stage.batch_size,
+                    task=task,
+                    prompts=len(records),
+                    tau=found.tau.value,
+                    alpha=found.alpha.value,
+                    speedup=round_speedup(own[PLAIN_DECODING], records, seed),
+                    speedup_of_sums=speedup_of_sums(own[PLAIN_DECODING], records),
+                    tokens_per_second=stage.batch_size / seconds if seconds else None,
+                    round_ms=RoundMs(latency.mean, latency.p50, latency.p95, latency.variance),
+                    token_ms=latency.token or Spread(),
+                )
             )
     return cells
+
+
+def speedup_of_sums(plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]) -> float | None:
+    """The speed-up of rounds by the clock, with what the machine stalled."""
+    return pooled_round_speedup([*map(as_measured, plain)], [*map(as_measured, records)])
 
 
 def calibration_lengths(ks: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
@@ -88,13 +90,16 @@ def calibration_lengths(ks: Sequence[int], wanted: Sequence[int]) -> tuple[int, 
 
 
 def cross_validated_predictions(
-    records: Mapping[int, Sequence[DecodeRecord]], wanted: Sequence[int], seed: int = 0
-) -> list[dict[str, Any]]:
+    records: Mapping[int, Sequence[DecodeRecord]],
+    wanted: Sequence[int],
+    seed: int = 0,
+    **place: Any,
+) -> list[PredictedCell]:
     """Speed-ups of rounds on one half of the prompts, predicted from the other; each half predicts once (`fold`).
 
-    `records` are by draft length, 0 for plain decoding. A prediction uses only plain rounds and those of two draft
-    lengths, on the half that calibrates. These two, and cells whose measured interval is too wide to judge by, are not
-    `counted`.
+    `records` are by draft length, 0 for plain decoding; `place` are the fields that say of what. A prediction uses only
+    plain rounds and those of two draft lengths, on the half that calibrates. These two, and cells whose measured
+    interval is too wide to judge by, are not `counted`.
     """
     two = calibration_lengths([k for k in records if k > 0], wanted)
     if two is None:
@@ -105,11 +110,16 @@ def cross_validated_predictions(
         test = {k: own[1 - fold :: 2] for k, own in records.items()}
         model = fit_from_two_lengths(calibration, two)
         for k in sorted(k for k in records if k > 0):
-            measured = round_speedup_with_interval(test[0], test[k], seed)
-            if model is not None and measured is not None:
-                cell = prediction_record(k, model.speedup(k), measured)
-                cell["counted"] = cell["counted"] and k not in two
-                cells.append({"fold": fold, **cell})
+            measured = round_speedup(test[0], test[k], seed)
+            if model is not None and measured.value is not None:
+                predicted = model.speedup(k)
+                error = abs(predicted / measured.value - 1)
+                counted = is_precise(measured) and k not in two
+                cells.append(
+                    PredictedCell(
+                        fold=fold, k=k, predicted=predicted, measured=measured, error=error, counted=counted, **place
+                    )
+                )  # fmt: skip
     return cells
 
 
@@ -118,21 +128,19 @@ def fit_from_two_lengths(
 ) -> SpeedupModel | None:
     """The model from plain rounds and those of two draft lengths; None where one of them ran no round."""
     short, long = two
-    if any(acceptance.round_counts(records[k]).sum() == 0 for k in (0, short, long)):
+    if any(Acceptance.of(records[k]).rounds.sum() == 0 for k in (0, short, long)):
         return None
     return fit_speedup_model(records[0], (short, records[short]), (long, records[long]))
 
 
-def summarize_predictions(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """{cells, counted: how many of them count, median_error: of those}."""
-    errors = [cell["error"] for cell in cells if cell["counted"]]
-    median = statistics.median(errors) if errors else None
-    return {"cells": list(cells), "counted": len(errors), "median_error": median}
+def summarize_predictions(cells: Sequence[PredictedCell]) -> Predictions:
+    errors = [cell.error for cell in cells if cell.counted]
+    return Predictions(list(cells), len(errors), statistics.median(errors) if errors else None)
 
 
 def select_fastest_settings(
     stages: Sequence[tuple[SweepStage, TimingResult]], seed: int
-) -> list[dict[str, Any]]:
+) -> list[ChosenSetting]:
     """The fastest setting of each method for each domain, temperature and batch size, over all stages."""
     places = sorted({(stage.temperature, stage.batch_size) for stage, _ in stages})
     chosen = []
@@ -145,15 +153,17 @@ def select_fastest_settings(
         for task in task_names(results[0].records):
             names = dict.fromkeys(setting.name for result in results for setting in result.records)
             for name in names:
-                best = fastest_setting(results, name, task, seed)
+                best = fastest_setting(
+                    results, name, task, seed, temperature=temperature, batch_size=batch
+                )
                 if name != PLAIN_DECODING.name and best is not None:
-                    chosen.append({"temperature": temperature, "batch_size": batch, **best})
+                    chosen.append(best)
     return chosen
 
 
 def fastest_setting(
-    results: Sequence[TimingResult], name: str, task: str, seed: int
-) -> dict[str, Any] | None:
+    results: Sequence[TimingResult], name: str, task: str, seed: int, **place: Any
+) -> ChosenSetting | None:
     """The method's fastest setting; each is compared with the plain rounds that were interleaved with it."""
     options = []
     for result in results:
@@ -165,26 +175,24 @@ def fastest_setting(
     if not options:
         return None
     _, setting, own = max(options, key=lambda option: option[0])
-    measured = round_speedup_with_interval(own[PLAIN_DECODING], own[setting], seed)
-    assert measured is not None
-    alpha = acceptance.alpha(own[setting], setting.depth)
-    return {
-        "task": task,
-        "method": name,
-        "setting": setting.description,
-        "k": setting.depth,
-        "layers": setting.layers,
-        "tree": describe_tree(setting.shape),
-        "rule": setting.rule,
-        "prompts": len(own[setting]),
-        "speedup": measured.speedup,
-        "ci": measured.ci,
-        "speedup_of_sums": measured.of_sums,
-        "held_out": held_out_speedup([(setting, own) for _, setting, own in options]),
-        "tau": acceptance.tau(own[setting]),
-        "alpha": alpha,
-        "guide": recommended_k_range(task, alpha),
-    }
+    found = Acceptance.of(own[setting], setting.depth)
+    return ChosenSetting(
+        task=task,
+        method=name,
+        setting=setting.description,
+        k=setting.depth,
+        layers=setting.layers,
+        tree=describe_tree(setting.shape),
+        rule=setting.rule,
+        prompts=len(own[setting]),
+        speedup=round_speedup(own[PLAIN_DECODING], own[setting], seed),
+        speedup_of_sums=speedup_of_sums(own[PLAIN_DECODING], own[setting]),
+        held_out=held_out_speedup([(setting, own) for _, setting, own in options]),
+        tau=found.tau.value,
+        alpha=found.alpha.value,
+        guide=recommended_k_range(task, found.alpha.value),
+        **place,
+    )
 
 
 def held_out_speedup(options: Sequence[tuple[Method, RecordsBySetting]]) -> float | None:
@@ -206,31 +214,3 @@ def held_out_speedup(options: Sequence[tuple[Method, RecordsBySetting]]) -> floa
             scored.append((chosen_on, measured_on))
         speedups.append(max(scored)[1])
     return statistics.fmean(speedups)
-
-
-def fastest_chains(tuned: Mapping[str, Any], sha: str) -> list[dict[str, Any]]:
-    """From tuned.json: the fastest lossless chain of the draft with this sha256, by temperature and domain.
-
-    At the smallest batch size, all domains together first. Faster trees are left out, since serving engines draft
-    chains. `tried` are the draft lengths that were compared.
-    """
-    lossy = {c["method"] for c in tuned["chosen"] if not find_rule(c["rule"]).lossless}
-    names = {name for name, own in tuned["drafts"].items() if own == sha} - lossy
-    cells = [
-        c
-        for c in tuned["cells"]
-        if c["method"] in names and c["tree"] is None and c["speedup"] is not None
-    ]
-    smallest = min((c["batch_size"] for c in cells), default=0)
-    cells = [c for c in cells if c["batch_size"] == smallest]
-    found = []
-    for temperature in sorted({c["temperature"] for c in cells}):
-        for task in dict.fromkeys(c["task"] for c in cells):
-            own = [c for c in cells if (c["temperature"], c["task"]) == (temperature, task)]
-            best = max(own, key=lambda c: c["speedup"])
-            place = ("temperature", "batch_size", "task", "method", "k", "tree")
-            chosen = [c for c in tuned["chosen"] if all(c[key] == best[key] for key in place)]
-            kept = {key: best[key] for key in (*place[:-1], "prompts", "speedup", "ci")}
-            held = chosen[0]["held_out"] if chosen else None
-            found.append({**kept, "held_out": held, "tried": sorted({c["k"] for c in own})})
-    return found

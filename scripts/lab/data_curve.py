@@ -29,10 +29,11 @@ from typing import Annotated
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -47,7 +48,7 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import FolderSettings
 from decode.common.typed_json import to_json
-from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.base import check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target, load_target
@@ -56,7 +57,7 @@ from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import data_curve
-from eval.scaling.data_curve import TrainedPoint
+from eval.scaling.data_curve import DataCurve, TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, run_cells
@@ -269,22 +270,31 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     ]
 
 
-def write_results(
-    s: DataCurveConfig, out: Path, target: Target, curve: Mapping[str, object]
-) -> None:
+def build_curve(
+    s: DataCurveConfig,
+    target: Target,
+    points: Sequence[TrainedPoint],
+    before: TrainedPoint | None,
+) -> DataCurve:
+    names = ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
+    return data_curve.build_curve(
+        points,
+        before,
+        s.temperatures,
+        s.k,
+        s.worth,
+        target=target.describe(),
+        data=s.distill.data,
+        family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
+        loss=s.distill.loss,
+        tasks=[task_version(task) for task in s.tasks],
+        **{name: vars(s)[name] for name in names},
+        **vars(provenance.collect()),
+    )
+
+
+def write_results(out: Path, facts: DataCurve) -> None:
     """Writes data_curve.json, data_curve.md and both figures."""
-    facts = {
-        "schema": 1,
-        "target": to_json(target.describe()),
-        "data": s.distill.data,
-        "family": DRAFT_FAMILIES[s.distill.draft.family].saved_name,
-        "loss": s.distill.loss,
-        "tasks": [task_version(task) for task in s.tasks],
-        **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
-        **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
-        **curve,
-        **to_json(provenance.collect()),
-    }
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
@@ -294,7 +304,7 @@ def write_results(
     for metric in data_curve.METRICS:
         svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
-    text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(to_json(facts), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
 
 
@@ -306,16 +316,16 @@ def main(s: DataCurveConfig) -> None:
         found = run_cells(curve_cells(s, runs), run.journal(of_machine=False))
         points = [TrainedPoint(**kept) for (kept,) in found.values()]
         before = points.pop(0) if s.distill.draft.continues else None
-        curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
-        write_results(s, run.path, target, curve)
+        curve = build_curve(s, target, points, before)
+        write_results(run.path, curve)
     print((run.path / "data_curve.md").read_text(encoding="utf-8"))
     gains = {
-        f"{f['temperature']:g}": {key: f[key] for key in ("gain", "gain_ci", "verdict")}
-        for f in curve["forecasts"]
-        if f["metric"] == "tau"
+        f"{f.temperature:g}": {"gain": f.gain.value, "gain_ci": f.gain.ci, "verdict": f.verdict}
+        for f in curve.forecasts
+        if f.metric == "tau"
     }
     path = str(run.path / "data_curve.json")
-    print(json.dumps({"curve": path, "doubling": gains, "verdict": curve["verdict"]}))
+    print(json.dumps({"curve": path, "doubling": gains, "verdict": curve.verdict}))
 
 
 if __name__ == "__main__":

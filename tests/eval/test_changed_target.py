@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from decode.common import provenance
+from decode.checkpoints.draft_folder import draft_sha256
+from decode.common import damage, provenance
+from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder
-from decode.common.typed_json import to_json
-from decode.drafts import base
-from decode.drafts.base import draft_sha256
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import load_draft
 from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.loading import load_target
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.reporting.summary import other_targets_lines
-from tests import worlds
+from eval.results.report import EvalReport
+from tests import drafts, worlds
 from tests.worlds import Done, World, contents
 
 
@@ -149,7 +150,7 @@ def test_a_journal_is_of_its_target_and_drafts(tmp_path: Path, what: str) -> Non
             ["reference", "a"]
         ) == [1, 2]
         return
-    with pytest.raises(base.UserError, match=words):
+    with pytest.raises(UserError, match=words):
         open_journal(RunFolder(tmp_path, False), target, drafts, False)
     assert contents(tmp_path) == before
     kept = open_journal(RunFolder(tmp_path, False), target, drafts, True)
@@ -164,8 +165,10 @@ def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Bug: measurements that name no target cannot be finished, or are said to be of this one."""
     Journal(tmp_path / "journal.jsonl", to_json(provenance.hardware())).put(["drafts"], {"d": "1"})
     journal = open_journal(RunFolder(tmp_path, False), TWO, {"d": "1"}, False)
-    assert earlier_targets(journal) == [{}]
-    lines = other_targets_lines({"target": {}, "methods": [], "earlier_targets": [{}]})
+    assert earlier_targets(journal) == [ModelFingerprint()]
+    lines = other_targets_lines(
+        from_json(EvalReport, drafts.report("") | {"methods": [], "earlier_targets": [{}]})
+    )
     assert lines == ["Some measurements may be of another target: they do not name it."]
 
 
@@ -190,7 +193,7 @@ def test_a_draft_of_another_target_is_named_once(
 ) -> None:
     """Bug: a draft for other weights is measured as if it were this target's; or decoding with it, which is exact and
     often wanted, is refused."""
-    base._warn_of_other_target.cache_clear()
+    damage.warn_once.cache_clear()
     target = load_target(str(world.target), "cpu")
     load_draft(trained(weights(world.target)), target)
     assert capsys.readouterr().err == ""

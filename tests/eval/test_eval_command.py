@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.base import draft_sha256
+from decode.checkpoints.draft_folder import draft_sha256
+from decode.common.typed_json import from_json
 from decode.drafts.lookup import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
 from eval.checks import greedy_equivalence
 from eval.evaluate import count_tokens_after_eos
-from eval.results.report import draft_entries
+from eval.results.report import EvalReport
 from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 
@@ -661,7 +662,7 @@ def test_a_lookup_before_a_draft_is_a_method_of_its_own(
     assert counts[0] != counts[1]
     sha = entries["causal+ngram"]["draft_sha256"]
     assert sha == entries["causal"]["draft_sha256"] == draft_sha256(str(world.draft))
-    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert {m.name for m in from_json(EvalReport, report).of_draft(sha)} == {"causal"}
     text = (tmp_path / "out" / "report.md").read_text()
     assert "after ngram from 1 tokens on" in text
     assert "float32, draft bfloat16" in text
@@ -687,7 +688,7 @@ def test_an_adaptive_length_is_a_method_of_its_own(
     }
     assert per_round["adaptive"] < per_round["causal"]
     sha = entries["adaptive"]["draft_sha256"]
-    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert {m.name for m in from_json(EvalReport, report).of_draft(sha)} == {"causal"}
     assert "by both" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -708,7 +709,7 @@ def test_mirror_is_a_method_of_its_own(world: World, evaluate: Callable, tmp_pat
     assert entries["mirror"]["lossless"]["greedy_identical"] is True
     assert entries["mirror"]["counts"] == entries["causal"]["counts"]
     sha = entries["mirror"]["draft_sha256"]
-    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert {m.name for m in from_json(EvalReport, report).of_draft(sha)} == {"causal"}
     assert "mirror at layer 1" in (tmp_path / "out" / "report.md").read_text()
 
 

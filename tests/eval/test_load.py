@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from decode.common.errors import UserError
-from eval.load import Answer, Level, LoadConfig, ServedModel, compare, level_requests
+from eval.load import (
+    Answer,
+    Level,
+    LoadConfig,
+    ServedModel,
+    check_settings,
+    compare,
+    level_requests,
+)
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn, serving
 
@@ -99,7 +107,7 @@ def test_servers_are_started_for_their_turns(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compared_is_refused(servers: list[ServedModel], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        LoadConfig(target="t", servers=servers)
+        check_settings(LoadConfig(target="t", servers=servers))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode.checkpoints import importers, layouts
-from decode.drafts.base import METADATA_FILE
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.model.loading import load_target
 from decode.serving.checker import check_draft_files
 from tests.tiny import tiny_model, tiny_target

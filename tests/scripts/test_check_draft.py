@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from decode.checkpoints import eagle_layouts, importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE, draft_sha256
 from decode.checkpoints.draft_vocab import VOCAB_FILE, save_ids
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from decode.checkpoints import block_layouts, eagle_layouts, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.engine.engine import decode

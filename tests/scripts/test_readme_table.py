@@ -2,21 +2,26 @@
 
 from typing import Any
 
+from decode.common.typed_json import from_json
+from eval.results.report import EvalReport
 from scripts import readme_table
+from tests import drafts
 
 
 def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:
-    return {
-        "name": name, "task": task, "temperature": 0.0, "k": 3, "prompts": 8, "tau": 1.0 + speedup, "alpha": 0.5,
-        "alpha_ci": [0.4, 0.6], "tokens_per_second": 10 * speedup, "speedup": speedup, "speedup_ci": [speedup, speedup],
-        "lossless": {"identical": 8, "ties": [], "prompts": 8}, **more,
+    own = {
+        "k": 3, "prompts": 8, "tau": 1.0 + speedup, "tau_ci": None, "alpha": 0.5, "alpha_ci": [0.4, 0.6],
+        "tokens_per_second": 10 * speedup, "speedup": speedup, "speedup_ci": [speedup, speedup],
+        "alpha_by_position": [], "alpha_by_position_ci": [],
+        "lossless": {"greedy_identical": True, "identical": 8, "ties": [], "prompts": 8},
     }  # fmt: skip
+    return drafts.entry(None, name, task, **own | more)
 
 
 def make_report(tasks: list[str]) -> dict[str, Any]:
     """A method and two engines; the speed-up of each element is a number of its own."""
     names = {"all": 0.5, **{task: float(i + 1) for i, task in enumerate(tasks)}}
-    return {
+    return drafts.report("") | {
         "settings": "max_new_tokens: 96\ndtype: float32\nmode: eager\n",
         "hardware": {"device": "a CPU", "threads": 2},
         "comparisons": [],
@@ -29,7 +34,7 @@ def make_report(tasks: list[str]) -> dict[str, Any]:
 
 
 def rows_of(report: dict[str, Any], layout: str = "pooled") -> list[list[str]]:
-    table = readme_table.render_table(report, layout)
+    table = readme_table.render_table(from_json(EvalReport, report), layout)
     lines = [line for line in table.splitlines() if line[:1] == "|"]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -58,13 +63,13 @@ def test_each_method_has_its_own_draft_length() -> None:
     report = make_report(["math"])
     for m in report["methods"]:
         m["k"] = 2
-    last = readme_table.render_table(report).splitlines()[-1]
+    last = readme_table.render_table(from_json(EvalReport, report)).splitlines()[-1]
     assert ", K = 2, but 3 (transformers, prompt lookup), batch 1" in last
 
 
 def test_the_line_below_says_how_it_was_measured() -> None:
     """Bug: the answer length, K or the number of equal outputs of another run."""
-    last = readme_table.render_table(make_report(["math"])).splitlines()[-1]
+    last = readme_table.render_table(from_json(EvalReport, make_report(["math"]))).splitlines()[-1]
     assert last == (
         "8 prompts, answers of up to 96 tokens, K = 3, batch 1, float32, eager; a CPU, 2 threads; greedy outputs equal "
         "to transformers' `generate`: 8 of 8 (ties 0, failures 0)."
@@ -89,7 +94,7 @@ def test_the_layout_of_positions_shows_where_a_draft_fails_and_what_it_costs() -
 def test_the_picture_shows_the_rows_of_the_table() -> None:
     """Bug: a method is missing or twice in the picture, or stands in another order than in the table."""
     report = make_report(["math", "code"])
-    svg = readme_table.draw_speedups(report)
+    svg = readme_table.draw_speedups(from_json(EvalReport, report))
     names = ["eagle3", "transformers, prompt lookup", "transformers"]
     assert [svg.count(f">{name}<") for name in names] == [1, 1, 1]
     assert sorted(names, key=lambda name: svg.index(f">{name}<")) == names

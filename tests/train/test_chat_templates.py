@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.template_choice import with_template
-from decode.drafts.base import METADATA_FILE
 from decode.engine.trained_template import trained_templates, use_template
 from decode.model.loading import Target, load_target, load_tokenizer
 from eval.tasks.loading import Task, load_task_prompts, with_later_turns

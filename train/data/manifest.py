@@ -4,17 +4,26 @@ Sampling writes it at its end, so a set without one is not finished. It counts t
 checksum. Manifests of earlier versions only have the number of all rows.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from decode.common import damage, files
 from decode.common.errors import UserError
-from decode.common.typed_json import from_json, to_json
+from decode.common.published import (
+    Argument,
+    Digest,
+    Name,
+    Place,
+    Private,
+    Revision,
+    Version,
+    Word,
+)
+from decode.common.typed_json import Omitted, WrongTypeError, from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.sample_store import SampleStore
@@ -29,63 +38,69 @@ MOST_TEMPLATES = 16
 MENDING = "the rows that the set now lacks are made again"
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    rows: int | None = None
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class RowTemplate:
+    """Arguments of the chat template that rows have of their own, and how many prompts have them."""
+
+    arguments: dict[Name, Argument]
+    prompts: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short + skipped."""
 
-    target: str
-    revision: str | None
-    tokenizer_hash: str
-    chat_template_hash: str | None
-    sampling: dict[str, Any]
+    target: Place
+    revision: Revision | None
+    tokenizer_hash: Digest
+    chat_template_hash: Digest | None
+    sampling: dict[Word, float | None]
     seed: int
-    counts: dict[str, int]
-    git_sha: str | None
-    versions: dict[str, str]
-    shards: dict[str, dict[str, Any]] | None = None
-    """{file name: {rows, sha256}}; None in a manifest of an earlier version."""
-    engine: str = "local"
+    counts: dict[Word, int]
+    git_sha: Digest | None
+    versions: dict[Word, Version]
+    shards: Private[Omitted[dict[str, ShardRecord]]] = None
+    """By file name; None in a manifest of an earlier version."""
+    engine: Word = "local"
     """Who answered: local or openai, see SampleConfig."""
     encoder_decoder: bool = False
     """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
     The decoder's start token is not stored."""
-    fingerprints: list[dict[str, str]] = field(default_factory=list)
-    """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
-    for texts as they stand and in a manifest of an earlier version."""
-
-    template: dict[str, Any] = field(default_factory=dict)
+    fingerprints: list[ModelFingerprint] = field(default_factory=list)
+    """The targets that answered, as the shards name them: one, unless others were allowed; none for texts as they
+    stand and in a manifest of an earlier version."""
+    template: dict[Name, Argument] = field(default_factory=dict)
     """Which chat template rendered the prompts, and its arguments (`template_choice.read_setting`); {}: the tokenizer's
     own."""
-    row_templates: list[dict[str, Any]] = field(default_factory=list)
-    """[{arguments, prompts}, …]: arguments that rows have of their own, which stand above those of `template`, and how
-    many prompts have them; the most frequent first, MOST_TEMPLATES at most. []: no row has any."""
+    row_templates: list[RowTemplate] = field(default_factory=list)
+    """They stand above the arguments of `template`. The most frequent first, MOST_TEMPLATES at most; []: no row has
+    any."""
 
     def templates(self) -> list[dict[str, Any]]:
         """Each setting that prompts were rendered with, the most frequent first."""
-        own = [entry["arguments"] for entry in self.row_templates] or [{}]
+        own = [one.arguments for one in self.row_templates] or [{}]
         return [{**self.template, **arguments} for arguments in own]
 
-    def targets(self) -> list[ModelFingerprint]:
-        """`fingerprints`, read."""
-        return [from_json(ModelFingerprint, one) for one in self.fingerprints]
 
-
-def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[RowTemplate]:
     """`Manifest.row_templates` of prompts with these arguments of their own."""
     counts = Counter(json.dumps(own or {}, sort_keys=True) for own in found)
     if set(counts) <= {"{}"}:
         return []
-    return [
-        {"arguments": json.loads(text), "prompts": number}
-        for text, number in counts.most_common(MOST_TEMPLATES)
-    ]
+    frequent = counts.most_common(MOST_TEMPLATES)
+    return [RowTemplate(json.loads(text), number) for text, number in frequent]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes or replaces `<folder>/manifest.json`, with shards and their targets as they are in the folder now."""
-    targets = [to_json(one) for one in sample_store.targets_in(folder) if one is not None]
-    content = dataclasses.asdict(manifest) | {"shards": describe_shards(folder)}
-    content["fingerprints"] = targets
+    targets = [one for one in sample_store.targets_in(folder) if one is not None]
+    content = to_json(replace(manifest, shards=describe_shards(folder), fingerprints=targets))
     files.write_atomically(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -95,35 +110,18 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.exists():
         state = "holds no finished set" if sample_store.shard_paths(folder) else "holds no set"
         raise UserError(f"{folder} {state}, it has no {MANIFEST_FILE}: run train/sample.py with it")
-    data = files.read_json(path)
-    fields = dataclasses.fields(Manifest)
-    absent = dataclasses.MISSING
-    required = [f.name for f in fields if f.default is absent and f.default_factory is absent]
-    missing = required if not isinstance(data, dict) else [n for n in required if n not in data]
-    if missing:
+    try:
+        return from_json(Manifest, files.read_json(path))
+    except WrongTypeError as error:
         raise UserError(
-            f"{path} lacks {', '.join(missing)}: delete it and run train/sample.py again"
-        )
-    manifest = Manifest(**{f.name: data[f.name] for f in fields if f.name in data})
-    listed = manifest.shards
-    whole = listed is None or (
-        isinstance(listed, dict)
-        and all(isinstance(entry, dict) and "sha256" in entry for entry in listed.values())
-    )
-    named = manifest.fingerprints
-    whole &= isinstance(named, list) and all(isinstance(one, dict) for one in named)
-    own = manifest.row_templates
-    whole &= isinstance(manifest.template, dict) and isinstance(own, list)
-    whole &= all(isinstance(entry, dict) and {*entry} == {"arguments", "prompts"} for entry in own)
-    if not whole or not isinstance(manifest.counts, dict):
-        raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
-    return manifest
+            f"{path} is damaged ({error}): delete it and run train/sample.py again"
+        ) from error
 
 
-def describe_shards(folder: Path) -> dict[str, dict[str, Any]]:
-    """{file name: {rows, sha256}} of the shards in the folder. UserError for one that cannot be read."""
+def describe_shards(folder: Path) -> dict[str, ShardRecord]:
+    """Of the shards in the folder, by file name. UserError for one that cannot be read."""
     return {
-        path.name: {"rows": len(sample_store.ids_in(path)), "sha256": damage.sha256(path)}
+        path.name: ShardRecord(rows=len(sample_store.ids_in(path)), sha256=damage.sha256(path))
         for path in sample_store.shard_paths(folder)
     }
 
@@ -158,8 +156,9 @@ def shard_problems(folder: Path, manifest: Manifest) -> dict[str, str]:
     problems = {}
     for name, entry in manifest.shards.items():
         if name not in there:
-            problems[name] = f"with {entry.get('rows', 'its')} rows is missing"
-        elif damage.sha256(there[name]) != entry["sha256"]:
+            count = "its" if entry.rows is None else entry.rows
+            problems[name] = f"with {count} rows is missing"
+        elif damage.sha256(there[name]) != entry.sha256:
             problems[name] = "is damaged or was altered"
     foreign = [name for name in there if name not in manifest.shards]
     return problems | dict.fromkeys(foreign, f"is not listed in {MANIFEST_FILE}")
@@ -171,7 +170,7 @@ def set_damaged_aside(folder: Path, wanted: Set[str]) -> None:
     These are shards that cannot be read or are not as the manifest says, that repeat an id, or that are not in the
     manifest and have no wanted id. To be called by one process before any reads the set.
     """
-    listed: dict[str, dict[str, Any]] = {}
+    listed: dict[str, ShardRecord] = {}
     problems: dict[str, str] = {}
     if (folder / MANIFEST_FILE).exists():
         try:

@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from decode.common import damage, files, run_dir
+from decode.common import damage, run_dir
 from decode.common.errors import UserError
+from decode.common.published import Place
 from decode.common.ranges import CountOrZero, above
+from decode.common.typed_json import to_json
 from decode.model.fingerprint import difference
 from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
-from train.data.manifest import MANIFEST_FILE, Manifest, load_set, read_manifest
+from train.data.manifest import Manifest, load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 
@@ -24,7 +26,7 @@ from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 class MixturePart:
     """One sampled set of a mixture."""
 
-    path: str
+    path: Place
     """Folder of the sampled set."""
     weight: Annotated[float, above(0)] = 1.0
     """Its share of the training rows, relative to the weights of the other sets."""
@@ -34,8 +36,18 @@ class MixturePart:
 
 
 Supervised = Literal["answers", "all"]
-DataSpec = str | list[MixturePart]
+DataSpec = Place | list[MixturePart]
 """The folder of one sampled set, or several with weights."""
+
+
+@dataclass
+class ListedSet(MixturePart):
+    """A set of a mixture, as draftsmith.json lists it."""
+
+    manifest: Manifest | None = None
+
+
+DataManifests = Manifest | list[ListedSet]
 
 
 def mixture_parts(data: DataSpec) -> list[MixturePart]:
@@ -173,7 +185,7 @@ def check_target(data: DataSpec, target: Target, allowed: bool) -> None:
     """UserError for a set that a target with other weights answered, unless `allowed`; a warning for another dtype."""
     now = target.identity
     for part in mixture_parts(data):
-        for then in read_manifest(Path(part.path)).targets():
+        for then in read_manifest(Path(part.path)).fingerprints:
             found = difference(replace(then, dtype=None), now)
             if found:
                 what = f"samples in {part.path} are answers of another target than {target.name!r} ({found})"
@@ -201,6 +213,5 @@ def shuffled(count: int, seed: int) -> NDArray[np.int64]:
 def data_manifests(data: DataSpec) -> Any:
     """The manifest of one folder without its list of shards, or [{path, weight, limit, manifest}, …] of several."""
     if isinstance(data, str):
-        content = files.read_json(Path(data) / MANIFEST_FILE)
-        return {name: value for name, value in content.items() if name != "shards"}
+        return to_json(replace(read_manifest(Path(data)), shards=None))
     return [{**asdict(part), "manifest": data_manifests(part.path)} for part in mixture_parts(data)]

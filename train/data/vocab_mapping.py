@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.checkpoints.draft_folder import ReducedVocabulary
 from decode.common.errors import UserError
 from train.data.batching import label_mask
 from train.data.sample_store import SampleRow
@@ -58,9 +59,8 @@ def coverage(ids: Tensor, counts: Tensor) -> float:
     return int(counts[ids].sum()) / int(counts.sum())
 
 
-def describe(ids: Tensor, counts: Tensor) -> dict[str, int | float | str]:
-    """What draftsmith.json records of a reduced vocabulary: size, coverage of the counted tokens, digest."""
-    return {"size": len(ids), "coverage": coverage(ids, counts), "digest": digest(ids)}
+def describe(ids: Tensor, counts: Tensor) -> ReducedVocabulary:
+    return ReducedVocabulary(len(ids), coverage(ids, counts), digest(ids))
 
 
 def digest(ids: Tensor) -> str:

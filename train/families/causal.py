@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from decode.checkpoints import draft_vocab
+from decode.checkpoints.draft_folder import check_vocabulary, read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, check_vocabulary, read_metadata
+from decode.drafts.base import Draft
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.compatibility import check_sizes
@@ -159,7 +160,7 @@ def init_vocabulary(
     target, vocab = context.target, context.target.runner.vocab_size
     ids = None
     if context.init_shape is not None:  # of a draft on the Hub the whole vocabulary is counted
-        ids = draft_vocab.read_ids(s.init, vocab, {})
+        ids = draft_vocab.read_ids(s.init, vocab, False)
     elif s.init:
         ids = load_ids(s.init, vocab)
     if ids is not None:
@@ -200,7 +201,7 @@ def build_causal_lm(s: CausalSettings, target: Target, device: str, shape: Any =
 
 def load_init(s: CausalSettings, target: Target, device: str, shape: Any = None) -> Any:
     """The small LM in draft.init, in fp32, with the target's vocabulary."""
-    family = read_metadata(s.init).get("family", "causal")
+    family = read_metadata(s.init).family or "causal"
     if family not in ("causal", s.family):
         raise UserError(
             f"draft.init {s.init!r} holds heads of family {family!r}: set draft.family to that, or give a small LM"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft
+from decode.model.fingerprint import TargetRecord
 from decode.model.layer_stack import check_exit, final_norm, layer_stack
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
@@ -42,8 +42,8 @@ class TrainableLayerSkip2(TrainableDraft):
         self.teacher = None
         self.muon_parameters = ()
         self.metadata = {
-            "target": {"name": context.config.out, "revision": None},
-            "original_target": to_json(target.describe()),
+            "target": TargetRecord(context.config.out),
+            "original_target": target.describe(),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

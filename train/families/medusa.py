@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import head_layouts, layouts
-from decode.common.typed_json import to_json
 from decode.drafts import medusa
 from decode.drafts.base import Draft
 from decode.drafts.medusa import MedusaDraft, MedusaModel
+from decode.model.fingerprint import TargetRecord
 from decode.model.loading import Target
 from train.data.batching import Batch
 from train.families.alignment import Alignment
@@ -128,8 +128,8 @@ class TrainableMedusa2(TrainableMedusa):
         self.teacher = None
         self.low_lr_parameters = list(self.model.adapters)
         self.metadata = {
-            "target": {"name": str(Path(config.out) / "target"), "revision": None},
-            "original_target": to_json(target.describe()),
+            "target": TargetRecord(str(Path(config.out) / "target")),
+            "original_target": target.describe(),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -4,25 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decode.common.typed_json import from_json
 from eval.forecasting.pages import tau_by_task
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     escape_markdown,
-    format_identical,
     format_number,
     format_value,
     format_with_interval,
 )
-from eval.results.report import (
-    ReportEntry,
-    get_nested,
-    measured_settings,
-    setting_title,
-    unique_names,
-)
+from eval.results.forecast import ForecastRow
+from eval.results.report import setting_title, unique_names
 from eval.scaling import data_curve
+from eval.scaling.data_curve import DataCurve
+from train.hub.report_entries import ReportEntry, format_identical, get_nested, measured_settings
 
 NOT_RECORDED = "not recorded"
 COST_LABELS = {"wall_seconds": "wall time, s", "tokens": "tokens trained on"}
@@ -78,7 +75,7 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
                 format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
                 format_with_interval(m["tokens_per_second"], m.get("tokens_per_second_ci"), 1),
                 format_number(get_nested(m, "latency_ms", "first_token"), 1),
-                format_identical(m["lossless"]),
+                format_identical(m),
             ]
             for m in entries
             if m["speedup"] is not None
@@ -90,11 +87,11 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
 
 def forecast_tables(forecast: Mapping[str, Any] | None) -> list[Table]:
     """τ by task and K as serving engines draft by default, one table for each temperature; [] without a forecast."""
-    rows = [row for row in (forecast or {}).get("rows", []) if row["rule"] == "greedy"]
-    temperatures = dict.fromkeys(row["temperature"] for row in rows)
+    rows = [from_json(ForecastRow, row) for row in (forecast or {}).get("rows", [])]
+    rows = [row for row in rows if row.rule == "greedy"]
     return [
-        tau_by_task(f"Temperature {t:g}:", [row for row in rows if row["temperature"] == t])
-        for t in temperatures
+        tau_by_task(f"Temperature {t:g}:", [row for row in rows if row.temperature == t])
+        for t in dict.fromkeys(row.temperature for row in rows)
     ]
 
 
@@ -167,8 +164,9 @@ def data_curve_images(curve: Mapping[str, Any] | None) -> list[CardImage]:
     """τ over the training data; [] without a data curve."""
     if curve is None:
         return []
-    svg = plots.recolor(data_curve.curve_panel(curve, "tau"))
-    key = f"{data_curve.marker_line(curve)}, dashed: fitted"
+    measured = from_json(DataCurve, curve)
+    svg = plots.recolor(data_curve.curve_panel(measured, "tau"))
+    key = f"{data_curve.marker_line(measured)}, dashed: fitted"
     return [CardImage("data-curve.svg", data_curve.CAPTION, svg, key)]
 
 

@@ -9,21 +9,22 @@ from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
+from decode.common.typed_json import from_json, to_json
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
-from eval.results.report import (
+from eval.results.report import EvalReport, unique_names
+from eval.results.tuned import TunedReport
+from eval.scaling.data_curve import DataCurve, doubling_lines
+from train.families.registry import family_settings
+from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
+from train.hub.report_entries import (
     ReportEntry,
     draft_entries,
     entry_setting,
     pooled_entries,
-    unique_names,
 )
-from eval.scaling.data_curve import doubling_lines
-from eval.tuning.selection import fastest_chains
-from train.families.registry import family_settings
-from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
 from train.hub.upload import HubLabels
 
 
@@ -59,7 +60,10 @@ class CardInputs:
     def tuned_chains(self) -> list[ReportEntry]:
         """The tuned draft length of these weights by temperature and domain; [] if they were not tuned."""
         sha = self.draft["draft_sha256"]
-        return [] if self.tuned is None else fastest_chains(self.tuned, sha)
+        if self.tuned is None:
+            return []
+        chains = from_json(TunedReport, self.tuned).fastest_chains(sha)
+        return [{**to_json(c.cell), "held_out": c.held_out, "tried": c.tried} for c in chains]
 
 
 def summary(facts: CardInputs, job: ServedDraft) -> str:
@@ -86,7 +90,9 @@ def headlines(facts: CardInputs) -> list[str]:
     """Losslessness, and the speed-up of each method and setting over all tasks, or by task where none is of all."""
     if facts.report is None:
         return ["Losslessness: not measured, no report was given.", "Speed-up: not measured."]
-    lines = [lossless_verdict({**facts.report, "methods": facts.own_entries})]
+    lines = [
+        lossless_verdict(from_json(EvalReport, {**facts.report, "methods": facts.own_entries}))
+    ]
     timed = pooled_entries([m for m in facts.own_entries if m["speedup"] is not None])
     if len(timed) == 0:
         return [*lines, "Speed-up: not measured."]
@@ -124,7 +130,7 @@ def serving_status(facts: CardInputs, engine: str) -> str:
         )
     if engine == "transformers" and facts.report is not None:
         lines = assisted_generation_lines(
-            dict(facts.report), [m["name"] for m in facts.own_entries]
+            from_json(EvalReport, facts.report), [m["name"] for m in facts.own_entries]
         )
         if len(lines) > 0:
             return f"Run: {' '.join(lines)}"
@@ -240,7 +246,7 @@ def data_curve_note(facts: CardInputs) -> str:
         return ""
     made = f"Drafts of this family were trained on parts of {curve.get('data') or NOT_RECORDED}"
     tasks = ", ".join(curve.get("tasks") or []) or NOT_RECORDED
-    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(curve))}"
+    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(from_json(DataCurve, curve)))}"
 
 
 def source_files(facts: CardInputs) -> str:

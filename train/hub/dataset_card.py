@@ -13,18 +13,17 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from decode.common import files
 from decode.common.errors import UserError
+from decode.common.published import Place, published
 from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
-from decode.common.typed_json import from_json, to_json
+from decode.common.typed_json import from_json
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from eval.reporting.formatting import escape_markdown
 from train.data import sample_store
-from train.data.manifest import MANIFEST_FILE, load_set
-from train.hub import redaction
+from train.data.manifest import MANIFEST_FILE, Manifest, load_set
 from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
-from train.hub.published_fields import FINGERPRINT, MANIFEST, place
 from train.hub.upload import HubLabels
 
 SIZE_CATEGORIES = (
@@ -64,9 +63,7 @@ def read_stats(folder: Path, target: str = "") -> DatasetStats:
             f"the tokenizer of {target or made.target} is not the one of {folder}: give --target, the model that "
             "sampled it"
         )
-    content = redaction.select(
-        files.read_json(folder / MANIFEST_FILE), MANIFEST, MANIFEST_FILE, _asked_revision(folder)
-    )
+    content = published(made, Manifest, MANIFEST_FILE, _asked_revision(folder))
     rows: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     supervised: Counter[tuple[str, str]] = Counter()
@@ -107,7 +104,7 @@ def copy_shards(folder: Path, out: Path) -> None:
         fields = table.schema
         target = sample_store.target_of(fields)
         if target is not None:
-            known = redaction.select(to_json(target), FINGERPRINT, "a shard's target")
+            known = published(target, ModelFingerprint, "a shard's target")
             target = from_json(ModelFingerprint, known)
         metadata = sample_store.target_metadata(target)
         columns = [n for n in sample_store.SCHEMA.names if n in fields.names]  # older ones lack one
@@ -132,7 +129,7 @@ def copy_shards(folder: Path, out: Path) -> None:
 
 
 def _published_source(source: str) -> str:
-    return str(redaction.select(source, place, "a row's source"))
+    return str(published(source, Place, "a row's source"))
 
 
 def _asked_revision(folder: Path) -> set[str]:

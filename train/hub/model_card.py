@@ -12,7 +12,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
-from eval.results.report import entry_setting, pooled_entries
 from train.families.registry import family_settings
 from train.hub import card_text
 from train.hub.card_tables import (
@@ -28,6 +27,7 @@ from train.hub.card_tables import (
     tuned_lengths_table,
 )
 from train.hub.card_text import CardInputs
+from train.hub.report_entries import entry_setting, pooled_entries
 from train.hub.upload import HubLabels
 
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")

@@ -7,43 +7,42 @@ UserError for a token, a local path, or measurements of other weights, before an
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from decode.checkpoints import layouts
-from decode.common import damage, run_dir
-from decode.common.errors import UserError
-from decode.common.files import read_json, read_json_object
-from decode.common.run_dir import RUN_FILE, replace_folder
-from decode.common.secret_patterns import redact
-from decode.drafts.base import (
+from decode.checkpoints.draft_folder import (
     METADATA_FILE,
     MODEL_FILES,
+    DraftMetadata,
     check_saved_tokenizer,
     draft_sha256,
     hashed_files,
+    read_metadata,
 )
+from decode.common import damage, run_dir
+from decode.common.errors import UserError
+from decode.common.files import read_json, read_json_object
+from decode.common.published import published
+from decode.common.run_dir import RUN_FILE, replace_folder
+from decode.common.secret_patterns import redact
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
+from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
-from eval.results.report import draft_entries
+from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
+from train.data.mixture import DataManifests
 from train.families.registry import family_settings
 from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
-from train.hub.published_fields import (
-    DATA_CURVE,
-    FORECAST,
-    PROFILE,
-    REFEREE,
-    REPORT,
-    TUNED,
-    draft_schema,
-)
+from train.hub.evidence import Evidence, short
+from train.hub.published_fields import PROFILE
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -52,6 +51,7 @@ from train.hub.upload import (
     is_repo_id,
 )
 
+Json = dict[str, Any]
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
 """A model's shards are numbered; a name with anything else in it is not published."""
 
@@ -75,51 +75,46 @@ OWNED_FILES = (
 
 def build_draft_folder(
     draft: Path,
-    report: Mapping[str, Any] | None,
-    referee: Mapping[str, Any] | None,
+    evidence: Evidence,
     repo: str,
     labels: HubLabels,
     out: Path,
+    settings: type,
     checks: Mapping[str, Sequence[str]] | None = None,
-    tuned: Mapping[str, Any] | None = None,
-    data_curve: Mapping[str, Any] | None = None,
-    forecast: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
-    """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights,
-    and for a card that cites a file which the folder lacks.
+    """Writes `out` and replaces an earlier one. UserError if evidence is of other weights, and for a card that cites a
+    file which the folder lacks.
 
-    `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
-    `data_curve` is data_curve.json of scripts/lab/data_curve.py, `forecast` forecast.json of eval/forecast.py.
+    `settings` is the class of the training settings, `checks` {engine: findings of its rules} of each engine that was
+    checked.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
-    recorded = check_draft(draft, report, referee, tuned, data_curve, forecast)
+    recorded = check_draft(draft, evidence)
     config = layouts.read_config(str(draft))
     if config.get("is_encoder_decoder"):
         raise UserError(
             f"draft {draft} is an encoder-decoder: no serving engine drafts with one, upload its folder as it stands"
         )
-    original = recorded.get("original_target") or recorded["target"]
-    name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
+    original = recorded.original_target or recorded.target or TargetRecord()
+    name = labels.base_model or ("" if Path(original.name).exists() else original.name)
     labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)
     redaction.check_values(vars(labels), "--labels")
     known = _published_in_full(recorded)
-    facts = redaction.select(recorded, draft_schema(recorded), METADATA_FILE, known)
+    facts = public_metadata(recorded, settings, known)
     target = labels.base_model or facts["target"]["name"]
     if facts.get("original_target"):
         inside = family_settings(facts["family"]).target_folder
         target = repo if inside == "." else f"./{inside}"
     facts["target"] = {**facts["target"], "name": target}
+    shown = evidence.published(known)
+    hashed = [file.name for file in hashed_files(str(draft))]
     inputs = CardInputs(
         facts,
         config,
-        redaction.select(report, REPORT, "report.json", known),
-        redaction.select(referee, REFEREE, "referee.json", known),
-        redaction.strip_local_paths(checks or {}),
-        redaction.select(tuned, TUNED, "tuned.json", known),
-        redaction.select(data_curve, DATA_CURVE, "data_curve.json", known),
-        redaction.select(forecast, FORECAST, "forecast.json", known),
-        [file.name for file in hashed_files(str(draft))],
+        **vars(shown),
+        checks=redaction.strip_local_paths(checks or {}),
+        hashed=hashed,
     )
     for line in other_targets(inputs):
         damage.warn(line)
@@ -139,14 +134,8 @@ def build_draft_folder(
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
         _write(staging / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
-        measured = {
-            "report.json": inputs.report,
-            "referee.json": inputs.referee,
-            "tuned.json": inputs.tuned,
-            "data_curve.json": inputs.data_curve,
-            "forecast.json": inputs.forecast,
-            "speculation_profile.json": _own_profile(inputs, repo, known),
-        }
+        profile = {"speculation_profile.json": _own_profile(inputs, repo, known)}
+        measured = {f"{name}.json": content for name, content in vars(shown).items()} | profile
         for file, content in measured.items():
             if content is not None:
                 _write(staging / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -173,124 +162,58 @@ def build_dataset_folder(
     stats = dataset_card.read_stats(samples, target)
     with replace_folder(out) as staging:
         dataset_card.copy_shards(samples, staging)
-        manifest = stats.manifest | {"shards": describe_shards(staging)}
+        manifest = stats.manifest | {"shards": to_json(describe_shards(staging))}
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
         dataset_card.render(stats, repo, labels).save(staging / "README.md")
-        published = {entry["sha256"] for entry in manifest["shards"].values()}
-        redaction.check_folder(staging, {*published, str(manifest.get("revision"))})
+        listed = {entry["sha256"] for entry in manifest["shards"].values()}
+        redaction.check_folder(staging, {*listed, str(manifest.get("revision"))})
     left_out = _unpublished_names(samples, ["shards", MANIFEST_FILE])
     return PublishFolder(out, "dataset", left_out)
 
 
-def check_draft(
-    draft: Path,
-    report: Mapping[str, Any] | None,
-    referee: Mapping[str, Any] | None,
-    tuned: Mapping[str, Any] | None = None,
-    data_curve: Mapping[str, Any] | None = None,
-    forecast: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def check_draft(draft: Path, evidence: Evidence) -> DraftMetadata:
     """draftsmith.json of a draft that may be published.
 
-    UserError if its files were changed after training, if a measurement is of other weights, or not lossless, and for a
-    data curve of another target or family.
+    UserError if its files were changed after training, and for evidence that is not about it.
     """
     if not (draft / METADATA_FILE).is_file():
         raise UserError(
             f"{draft} has no {METADATA_FILE}: give --draft, a folder written by train/distill.py"
         )
-    pickles = [
-        path.name
-        for path in sorted(draft.iterdir())
-        if path.is_file() and redaction.is_pickle(path)
-    ]
-    if len(pickles) > 0:
+    files = (path for path in sorted(draft.iterdir()) if path.is_file())
+    pickle = next(filter(redaction.is_pickle, files), None)
+    if pickle is not None:
         raise UserError(
-            f"{draft} contains {pickles[0]}, a pickle: save it as safetensors and delete it"
+            f"{draft} contains {pickle.name}, a pickle: save it as safetensors and delete it"
         )
-    keys = ("family", "target", "draft_sha256")
-    facts = read_json_object(draft / METADATA_FILE, "as train/distill.py writes it", keys)
-    redaction.select(facts, draft_schema(facts), METADATA_FILE)  # every field has its type
-    if facts["family"] not in saved_families():
+    read_json_object(
+        draft / METADATA_FILE,
+        "as train/distill.py writes it",
+        ("family", "target", "draft_sha256"),
+    )
+    metadata = read_metadata(str(draft))
+    if metadata.family not in saved_families():
         raise UserError(
-            f"draft of family {facts['family']!r}; known: {', '.join(saved_families())}"
+            f"draft of family {metadata.family!r}; known: {', '.join(saved_families())}"
         )
-    sha = draft_sha256(str(draft)) or ""
-    if sha != facts["draft_sha256"]:
+    sha = draft_sha256(str(draft))
+    if sha != metadata.draft_sha256:
         raise UserError(
-            f"{draft} has weights {_short(sha)} and {METADATA_FILE} is about {_short(facts['draft_sha256'])}: the "
+            f"{draft} has weights {short(sha)} and {METADATA_FILE} is about {short(metadata.draft_sha256)}: the "
             "draft was changed after training, publish it as it was saved"
         )
     check_saved_tokenizer(str(draft))
-    if report is not None:
-        check_report(report, sha)
-    if referee is not None and referee.get("draft_sha256") != sha:
-        raise UserError(
-            f"the referee's result is of draft {_short(referee.get('draft_sha256'))} and {draft} of {_short(sha)}: run "
-            "scripts/referee.py on this draft"
-        )
-    if referee is not None and "differ" not in referee:
-        raise UserError("give the greedy result of scripts/referee.py, not that of --temperature")
-    if referee is not None and len(referee["differ"]) > 0:
-        raise UserError(
-            f"vLLM decoded {len(referee['differ'])} prompts differently from this decoder: find out why first"
-        )
-    if tuned is not None:
-        check_tuned(tuned, sha)
-    if data_curve is not None:
-        check_data_curve(data_curve, facts)
-    if forecast is not None:
-        check_forecast(forecast, sha)
-    return facts
+    evidence.check(metadata)
+    return metadata
 
 
-def check_forecast(forecast: Mapping[str, Any], sha: str) -> None:
-    """UserError if it is the forecast.json of another draft, or lacks what the card shows."""
-    found = redaction.select(forecast, FORECAST, "forecast.json", {sha})
-    other = (found["draft"] or {}).get("sha256")
-    if other != sha:
-        raise UserError(
-            f"the forecast is of draft {_short(other)} and not {_short(sha)}: run eval/forecast.py on it"
-        )
-    needed = {"task", "rule", "temperature", "k", "tau", "tau_ci"}
-    if not all(needed <= row.keys() for row in found["rows"]):
-        raise UserError(f"forecast.json: each of rows needs {', '.join(sorted(needed))}")
-
-
-def check_data_curve(curve: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """UserError if the curve is of drafts of another family or for another target than the draft's."""
-    ours = facts["family"], facts.get("tokenizer_hash")
-    if ours != (curve["family"], curve["target"]["tokenizer"]):
-        raise UserError(
-            f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of such drafts"
-        )
-
-
-def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
-    """UserError if it is the tuned.json of other drafts."""
-    others = sorted({_short(other) for other in tuned.get("drafts", {}).values()})
-    if sha not in tuned.get("drafts", {}).values():
-        raise UserError(
-            f"the tuned settings are of drafts {', '.join(others) or 'unnamed'} and not {_short(sha)}: run "
-            "eval/tune.py on it"
-        )
-
-
-def check_report(report: Mapping[str, Any], sha: str) -> None:
-    """UserError if the report is of another draft, or if its greedy outputs differ from the target's own."""
-    entries = draft_entries(report, sha)
-    if len(entries) == 0:
-        others = sorted({_short(m["draft_sha256"]) for m in report["methods"] if m["draft_sha256"]})
-        raise UserError(
-            f"the report measures drafts {', '.join(others) or 'none'} and not {_short(sha)}: run eval/run.py on it"
-        )
-    for m in entries:
-        verdict = m["lossless"] or {}
-        if not m["lossy"] and verdict.get("greedy_identical") is False:
-            raise UserError(
-                f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
-                "greedy outputs equal transformers' own; a draft is published only if all are"
-            )
+def public_metadata(metadata: DraftMetadata, settings: type, known: Collection[str]) -> Json:
+    """The published fields of draftsmith.json; of the training settings and manifests what their types say."""
+    shown = published(metadata, DraftMetadata, METADATA_FILE, known)
+    for name, kind in (("training", settings), ("data_manifest", DataManifests)):
+        where = f"{METADATA_FILE}: {name}"
+        shown[name] = published(vars(metadata)[name], kind, where, known)
+    return {name: shown[name] for name in to_json(metadata) if shown.get(name) is not None}
 
 
 def check_output_folder(out: Path, source: Path) -> None:
@@ -320,21 +243,23 @@ def check_cited_files(folder: Path) -> None:
         )
 
 
-def _published_in_full(facts: Mapping[str, Any]) -> set[str]:
+def _published_in_full(metadata: DraftMetadata) -> set[str]:
     """The checksum of the weights, and the target's commit if the settings of the training name the same one.
 
     Other commits and checksums are published shortened: in full they cannot be told from keys.
     """
-    target = facts.get("original_target") or facts["target"]
-    asked = (facts.get("training") or {}).get("revision")
-    pinned = {asked} if asked and asked == target.get("revision") else set()
-    return pinned | {facts["draft_sha256"]}
+    target = metadata.original_target or metadata.target or TargetRecord()
+    asked = (metadata.training or {}).get("revision")
+    pinned = {asked} if asked and asked == target.revision else set()
+    return {*pinned, str(metadata.draft_sha256)}
 
 
 def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, Any] | None:
     """speculation_profile.json of the published draft, which goes by the name of its repository."""
-    entries = [{**entry, "draft": repo} for entry in inputs.own_entries]
-    profile = speculation_profile(inputs.report, entries) if inputs.report else None
+    if inputs.report is None:
+        return None
+    entries = [from_json(MethodResult, {**entry, "draft": repo}) for entry in inputs.own_entries]
+    profile = to_json(speculation_profile(from_json(EvalReport, inputs.report), entries))
     selected: dict[str, Any] | None = redaction.select(
         profile, PROFILE, "speculation_profile.json", known
     )
@@ -369,7 +294,3 @@ def _unpublished_names(folder: Path, names: Sequence[str]) -> list[str]:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def _short(sha: str | None) -> str:
-    return (sha or "unnamed")[:12]

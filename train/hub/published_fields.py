@@ -1,104 +1,34 @@
-"""Which fields of draftsmith.json, of reports and of manifests are published, each with its type. All others, such as
-command lines, folders of outputs and W&B runs, are left out: `select` of train/hub/redaction.py applies these schemas.
+"""Which fields of reports are published, each with its type. All others, such as command lines and folders of outputs,
+are left out: `select` of train/hub/redaction.py applies these schemas.
 """
 
-import hashlib
-import re
-from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
-from decode.common.secret_patterns import find_secret
-from decode.common.typed_json import WrongTypeError
-from train.hub.redaction import NAME, Names, flag, match, name, number, word
+from decode.common.provenance import Hardware
+from decode.common.published import (
+    FLAG,
+    NAME,
+    NUMBER,
+    WORD,
+    Digest,
+    Place,
+    PromptId,
+    Revision,
+    Sentence,
+    Setting,
+    Version,
+    Withheld,
+    Word,
+)
+from decode.common.typed_json import arms_of
+from decode.model.fingerprint import ModelFingerprint, TargetRecord
+from train.hub.redaction import Names
 
-WITHHELD = "not published"
-"""Stands for a text that is not published."""
-SHORT_COMMIT = 12
-"""Digits of a published commit or checksum of another file: enough to find it, too few for a key."""
-PLACE = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
-OUTSIDE = r"[/~.]|[A-Za-z][\w.+-]*:[/\\]"
-TREE_SETTING = r"(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
-SETTING = rf"(?:E = \d{{1,4}}, )?(?:K = \d{{1,4}}|{TREE_SETTING})"
-
-
-def prompt_id(value: Any, known: Collection[str]) -> str:
-    """The id of a prompt; a hash of it if it is no short name."""
-    text = match(r"(?s).*", value, "a text")
-    return text if NAME.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def withheld(value: Any, known: Collection[str]) -> str:
-    """A text of other software, such as an error: only that there was one."""
-    return WITHHELD
-
-
-def sentence(value: Any, known: Collection[str]) -> str:
-    """A sentence of this program if it has no path, link or address."""
-    return (
-        value if re.fullmatch(r"[\w ,.;()%=<>×–-]{1,300}", str(value)) else withheld(value, known)
-    )
-
-
-def place(value: Any, known: Collection[str]) -> str:
-    """A Hub name or a folder below the current one; of any other path, or of a link, the last part."""
-    text = match(r".*", value, "a path or a Hub name")
-    inside = text.startswith("/") and Path(text).is_relative_to(Path.cwd())
-    text = str(Path(text).relative_to(Path.cwd())) if inside else text
-    if re.fullmatch(PLACE, text):
-        return text
-    folders = re.findall(r"[0-9a-f]{32,64}", text)  # caches name folders by checksums
-    if not re.match(OUTSIDE, text) or find_secret(text, strict=True, known=folders):
-        raise WrongTypeError("a path or a Hub name")
-    return name(re.split(r"[/\\]", text.rstrip("/\\"))[-1], known)
-
-
-def served_name(value: Any, known: Collection[str]) -> str:
-    """A server's name for a model; of one that is no path and no Hub name only that there was one."""
-    try:
-        return place(value, known)
-    except WrongTypeError:
-        return withheld(value, known)
-
-
-def version(value: Any, known: Collection[str]) -> str:
-    """The version of a library."""
-    return match(r"\d{1,4}(?:[.+-]?[a-z0-9]{1,12}){0,8}", value, "a version")
-
-
-def setting(value: Any, known: Collection[str]) -> str:
-    """A draft length or tree as tables show it."""
-    return match(SETTING, value, "a draft length or tree")
-
-
-def digest(value: Any, known: Collection[str]) -> str:
-    """A commit or checksum: in full if it is in `known` or has at most 16 digits, else its first 12."""
-    text = match(r"[0-9a-f]{4,64}(?:\+dirty)?", value, "a commit or checksum")
-    plain, dirty, _ = text.partition("+dirty")
-    return text if plain in known or len(plain) <= 16 else plain[:SHORT_COMMIT] + dirty
-
-
-def revision(value: Any, known: Collection[str]) -> str:
-    """A branch, a tag, or a commit as `digest` gives it."""
-    text = match(r"[\w.@+/-]{1,64}", value, "a branch, tag or commit")
-    return digest(text, known) if re.fullmatch(r"[0-9a-f]{4,64}", text) else text
-
-
-def option(value: Any, known: Collection[str]) -> Any:
-    """A number, true or false, or a word."""
-    if isinstance(value, bool):
-        return value
-    return word(value, known) if isinstance(value, str) else number(value, known)
-
-
-def argument(value: Any, known: Collection[str]) -> Any:
-    """An argument of a chat template: a number, true, false or a short text; of others only that there was one."""
-    if isinstance(value, bool | int | float):
-        return value
-    plain = isinstance(value, str) and re.fullmatch(r"[\w][\w ,.:-]{0,31}", value)
-    return value if plain else withheld(value, known)
-
-
+name, word, number, flag = NAME, WORD, NUMBER, FLAG
+place, digest, version, setting, prompt_id, sentence, withheld = (
+    arms_of(kind)[0][1][0]
+    for kind in (Place, Digest, Version, Setting, PromptId, Sentence, Withheld)
+)
 NUMBERS = [number]
 
 
@@ -113,113 +43,7 @@ def numbers(names: str) -> dict[str, Any]:
 
 
 TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
-HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
-VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
-PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
-FINGERPRINT = {
-    "weights": digest,
-    "dtype": word,
-    "revision": revision,
-    "served_as": served_name,
-    "chat_template": digest,
-}
-TEMPLATE = Names(argument)
-TARGET = {"name": place, "tokenizer": digest, "template": TEMPLATE, **FINGERPRINT}
-SAMPLING = numbers("temperature top_k top_p")
-MANIFEST = {
-    "target": place,
-    "revision": revision,
-    "tokenizer_hash": digest,
-    "chat_template_hash": digest,
-    "sampling": {**SAMPLING, "max_new_tokens": number},
-    "seed": number,
-    "counts": numbers(
-        "asked answered failed answers_too_short dropped_as_repeats dropped_as_evaluation dropped_by_length "
-        "dropped_as_near_duplicates dropped_as_empty dropped_without_answer skipped skipped_round_trip skipped_end"
-    ),
-    "git_sha": digest,
-    "versions": VERSIONS,
-    "engine": word,
-    "encoder_decoder": flag,
-    "fingerprints": [FINGERPRINT],
-    "template": TEMPLATE,
-    "row_templates": [{"arguments": TEMPLATE, "prompts": number}],
-}
-"""manifest.json of a sampled set."""
-TRAINING = {
-    "target": place,
-    "revision": revision,
-    "data": place,
-    "supervise": word,
-    "on_policy": {**numbers("share every max_new_tokens batch_size"), "sampling": SAMPLING},
-    "draft": {
-        "family": word,
-        "init": place,
-        "init_config": Names(option),
-        **lists("layers taps"),
-        "norms": [word],
-        **numbers(
-            "lora_rank heads head_layers target_lora_rank steps vocab width keep_layers choice_tokens"
-        ),
-        **numbers(
-            "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token "
-            "layer_dropout exit_scale exit_period"
-        ),
-        "attention": word,
-        "activation_checkpointing": flag,
-    },
-    "loss": word,
-    "divergence": {**numbers("temperature top beta"), "mix": Names(number)},
-    "weights": {"positions": word, **numbers("decay feature divergence heads")},
-    "features_top": number,
-    "loop": {
-        **numbers(
-            "steps epochs batch_size micro_batch lr muon_lr warmup weight_decay clip max_length log_every eval_every "
-            "save_every keep"
-        ),
-        "pack": flag,
-        "keep_best": flag,
-    },
-    "check": numbers("prompts k max_new_tokens"),
-    "mixed_precision": word,
-    "target_dtype": word,
-    "seed": number,
-}
-"""The settings of train/distill.py that say how the draft was made."""
-
-
-def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of this draftsmith.json, whose draft was trained on one sampled set or on several."""
-    training: dict[str, Any] = TRAINING
-    mixture: Any = MANIFEST
-    if isinstance(facts.get("data_manifest"), list):
-        part = {"path": place, "weight": number, "limit": number}
-        training, mixture = {**TRAINING, "data": [part]}, [{**part, "manifest": MANIFEST}]
-    return {
-        "family": word,
-        "target": TARGET,
-        "original_target": TARGET,
-        "tokenizer_hash": digest,
-        "training": training,
-        **numbers("trained_steps samples processes"),
-        "data_manifest": mixture,
-        "templates": [TEMPLATE],
-        "inputs": [{"target": FINGERPRINT, "data": [digest], "init": digest}],
-        "measured_in_training": Names(number),
-        "cost": numbers("wall_seconds tokens"),
-        "vocabulary": {**numbers("size coverage"), "digest": digest},
-        "layer_choice": {
-            **numbers("depth tokens acceptance"),
-            "removed": [numbers("layer acceptance")],
-            **lists("kept"),
-        },
-        "norms": [word],
-        **PROVENANCE,
-        "draft_sha256": digest,
-        "exported_from": digest,
-    }
-
-
+PROVENANCE = {"git": digest, "versions": dict[Word, Version], "hardware": Hardware}
 FAILED = [{"task": name, "id": prompt_id, "error": withheld}]
 MISMATCH = {"task": name, "id": prompt_id, **numbers("position gap noise"), "tie": flag}
 SPREAD = numbers("p50 p95 mean variance")
@@ -305,8 +129,8 @@ LAW_TEST = {
 MODEL_SIZE = {**numbers("parameters kv_values"), "experts": flag}
 REPORT = {
     "schema": number,
-    "target": TARGET,
-    "earlier_targets": [FINGERPRINT],
+    "target": TargetRecord,
+    "earlier_targets": list[ModelFingerprint],
     "tasks": [name],
     **PROVENANCE,
     **numbers("seed resumed gpu_utilisation"),
@@ -350,7 +174,7 @@ ONE_PROFILE = {
     "method": word,
     "name": name,
     "draft_checkpoint": {"name": place, "sha256": digest},
-    "target_model": {"name": place, "revision": revision},
+    "target_model": {"name": place, "revision": Revision},
     **numbers("num_speculative_tokens block_size max_supported_k mean_accept_length_per_request"),
     "verification_method": word,
     "lossy": flag,
@@ -390,8 +214,8 @@ CELL = {
 }
 TUNED = {
     "schema": number,
-    "target": TARGET,
-    "earlier_targets": [FINGERPRINT],
+    "target": TargetRecord,
+    "earlier_targets": list[ModelFingerprint],
     "tasks": [name],
     "drafts": Names(digest),
     **PROVENANCE,
@@ -427,7 +251,7 @@ CURVE_POINT = {
 }
 DATA_CURVE = {
     "schema": number,
-    "target": TARGET,
+    "target": TargetRecord,
     "data": place,
     "family": word,
     "loss": word,
@@ -452,8 +276,8 @@ DATA_CURVE = {
 """data_curve.json of scripts/lab/data_curve.py."""
 FORECAST = {
     "schema": number,
-    "target": TARGET,
-    "earlier_targets": [FINGERPRINT],
+    "target": TargetRecord,
+    "earlier_targets": list[ModelFingerprint],
     "draft": {"name": place, "family": word, "sha256": digest},
     "tasks": [name],
     **numbers("max_new_tokens seed"),

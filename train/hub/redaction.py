@@ -6,21 +6,19 @@ secrets are in decode/common/secret_patterns.py. `strip_local_paths` cuts local 
 """
 
 import json
-import math
 import mmap
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
-from decode.common.published import check_text, dotted
+from decode.common.published import Kind, Name, check_text, dotted, published
 from decode.common.secret_patterns import environment_secrets, find_secret
-from decode.common.typed_json import WrongTypeError
 
 # Starts with /, ~, .. or a drive and has two parts at least: a single "/x" in a text is often no path. The character
 # before it must not make it the middle of a URL, of a Hub name or of a closing tag.
@@ -33,7 +31,6 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json
 MODEL_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 """Files of other software in which a link leads to somebody's page; templates in them may contain links."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-NAME = re.compile(r"[\w.@+(][\w .,@()+/#&®™−'-]{0,79}")
 
 
 @dataclass(frozen=True)
@@ -43,20 +40,17 @@ class Names:
     values: Any
 
 
-Kind = Callable[[Any, Collection[str]], Any]
-"""The value to publish; `known` are commits and checksums that are published in full. Raises WrongTypeError."""
-
-
 def select(value: Any, schema: Any, where: str, known: Collection[str] = ()) -> Any:
     """The fields of `value` that the schema knows; `where` names it in messages, as a file.
 
-    A schema is a mapping {field: schema}, a list [schema of the items], Names, or a Kind. None may stand for any value.
-    UserError that names the field, and not its value, for one of another type, and for one that holds a secret.
+    A schema is a mapping {field: schema}, a list [schema of the items], Names, a Kind, or a type as `published` takes
+    it. None may stand for any value. UserError that names the field, and not its value, for one of another type, and
+    for one that holds a secret.
     """
     if value is None:
         return None
     if isinstance(schema, Names):
-        keys = [_leaf(key, name, f"a key of {where}", known) for key in _of(dict, value, where)]
+        keys = [published(key, Name, f"a key of {where}", known) for key in _of(dict, value, where)]
         return {key: select(value[key], schema.values, dotted(where, key), known) for key in keys}
     if isinstance(schema, Mapping):
         kept = {key: kind for key, kind in schema.items() if key in _of(dict, value, where)}
@@ -64,38 +58,8 @@ def select(value: Any, schema: Any, where: str, known: Collection[str] = ()) -> 
     if isinstance(schema, list):
         items = enumerate(_of(list, value, where))
         return [select(item, schema[0], f"{where}[{i}]", known) for i, item in items]
-    return _leaf(value, schema, where, known)
-
-
-def number(value: Any, known: Collection[str]) -> float:
-    """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise WrongTypeError("a number")
-    return value
-
-
-def flag(value: Any, known: Collection[str]) -> bool:
-    """true or false."""
-    if not isinstance(value, bool):
-        raise WrongTypeError("true or false")
-    return value
-
-
-def word(value: Any, known: Collection[str]) -> str:
-    """A word of this program: a loss, a rule, a family."""
-    return match(r"[a-z][a-z0-9_-]{0,31}", value, "a word of small letters")
-
-
-def name(value: Any, known: Collection[str]) -> str:
-    """A short name that somebody chose, of a method, a task or a device."""
-    return match(NAME, value, "a name of at most 80 letters, digits and spaces")
-
-
-def match(pattern: str | re.Pattern[str], value: Any, what: str) -> str:
-    """`value` if it is text of the whole pattern, else WrongTypeError with `what`."""
-    if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
-        raise WrongTypeError(what)
-    return value
+    kind = Annotated[Any, schema] if isinstance(schema, Kind) else schema
+    return published(value, kind, where, known)
 
 
 def check_values(content: Any, where: str, known: Collection[str] = ()) -> None:
@@ -209,17 +173,6 @@ def _check_bytes(path: Path, where: str) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if any(content.find(secret.encode()) >= 0 for secret in secrets):
             raise UserError(f"{where} holds a secret of this environment: remove it and revoke it")
-
-
-def _leaf(value: Any, kind: Kind, where: str, known: Collection[str]) -> Any:
-    try:
-        published = kind(value, known)
-    except WrongTypeError as error:
-        check_text(str(value), where)
-        raise _wrong_type(where, str(error)) from None
-    if isinstance(published, str):
-        check_text(published, where, known)
-    return published
 
 
 def _of(kind: type, value: Any, where: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.common.errors import UserError
+from decode.common.published import WITHHELD
 from decode.common.template_choice import NAME
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from decode.serving.hf_engine import TGI, TRANSFORMERS
@@ -16,7 +17,6 @@ from decode.serving.trtllm_engine import TRTLLM
 from decode.serving.vllm_engine import TRITON, VLLM
 from eval.reporting.formatting import format_with_interval
 from eval.results.report import setting_title
-from train.hub.published_fields import WITHHELD
 
 ReportEntry = Mapping[str, Any]
 ENGINES_OF_CARD = (VLLM, TRITON, SGLANG, TRTLLM, LLAMACPP, TGI, TRANSFORMERS)

@@ -7,10 +7,10 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.common.published import check_text
 from decode.common.secret_patterns import redact
-from decode.drafts.base import METADATA_FILE
 
 MARKER_FILES = {"model": METADATA_FILE, "dataset": "manifest.json"}
 """The file that marks a repository of ours; repositories without it are not written to."""

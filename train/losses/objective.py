@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.common.published import Name
 from decode.common.ranges import CountOrZero, at_least, inside
 from train.losses.divergences import (
     HASS_TOP_K,
@@ -32,7 +33,7 @@ class DivergenceConfig:
     token. For top_k it is K; 0: 10."""
     beta: Annotated[float, inside(0, 1)] = 0.5
     """jsd: weight of p in the mixture of p and q, between 0 (forward KL) and 1 (reverse KL)."""
-    mix: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
+    mix: dict[Name, Annotated[float, at_least(0)]] = field(default_factory=dict)
     """Further divergences added to the loss with their weights, such as {hard_ce: 0.1}."""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.drafts.base import METADATA_FILE
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.model.loading import Target
 from train.data import batching

@@ -1,7 +1,7 @@
 """SampleConfig, the settings of train/sample.py, which the modules of this package share."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
 from decode.common.run_dir import RunSettings
@@ -15,6 +15,10 @@ from train.data.sources import PromptSource
 
 @dataclass
 class SampleConfig(RunSettings, PlacedTargetSettings):
+    COMMON: ClassVar[str] = (
+        "target sources template sampling.temperature max_new_tokens engine url batch_size dtype origin out"
+    )
+
     out: str = "outputs/samples"
     """Folder of the sampled set."""
     origin: Literal["target", "text"] = "target"

@@ -14,7 +14,7 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from eval.metrics import acceptance
+from eval.metrics.acceptance import Acceptance
 from train.data.prompts import Prompt, encode_prompt
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, PromptSource, read_prompts
@@ -109,7 +109,8 @@ def measure_acceptance(
         seed=seed,
     )
     target.runner.capture_hidden_states(None)  # training installs its own hooks
-    values = {"accept/tau": acceptance.tau(samples), "accept/alpha": acceptance.alpha(samples, k)}
-    for i, alpha in enumerate(acceptance.alpha_by_position(samples, k), 1):
-        values[f"accept/alpha_{i}"] = alpha
+    found = Acceptance.of(samples, k)
+    values = {"accept/tau": found.tau.value, "accept/alpha": found.alpha.value}
+    for i, alpha in enumerate(found.alpha_by_position, 1):
+        values[f"accept/alpha_{i}"] = alpha.value
     return {name: value for name, value in values.items() if value is not None}

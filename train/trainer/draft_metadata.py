@@ -1,14 +1,21 @@
 """The folder of a trained draft, with draftsmith.json, which records how the draft was made."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.common import files, provenance, run_dir
+from decode.checkpoints.draft_folder import (
+    METADATA_FILE,
+    DraftMetadata,
+    LearnedFrom,
+    TimeSpent,
+    draft_sha256,
+    write_metadata,
+)
+from decode.common import provenance, run_dir
 from decode.common.disk_errors import naming
 from decode.common.settings import to_dict
-from decode.common.typed_json import to_json
-from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.common.typed_json import from_json
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
@@ -24,38 +31,36 @@ def build_metadata(
     state: TrainingState,
     samples: int,
     processes: int,
-) -> dict[str, Any]:
-    """The content of draftsmith.json, without the checksum; `s` are the settings of train/distill.py."""
-    return {
-        "family": DRAFT_FAMILIES[s.draft.family].saved_name,
-        "target": to_json(target.describe()),
-        "tokenizer_hash": target.fingerprint,
-        "training": to_dict(s),
-        "trained_steps": state.measured_at if s.loop.keep_best else state.step,
-        "samples": samples,
-        "processes": processes,
-        "data_manifest": mixture.data_manifests(s.data),
-        "templates": mixture.templates_of(s.data),
-        "inputs": state.inputs,
-        "measured_in_training": state.measured,
-        "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
-        **trainable.metadata,
-        **to_json(provenance.collect()),
-    }
+) -> DraftMetadata:
+    """What is known before the draft is saved; `s` are the settings of train/distill.py."""
+    known = {"target": target.describe(), **trainable.metadata, **vars(provenance.collect())}
+    return DraftMetadata(
+        family=DRAFT_FAMILIES[s.draft.family].saved_name,
+        tokenizer_hash=target.fingerprint,
+        training=to_dict(s),
+        trained_steps=state.measured_at if s.loop.keep_best else state.step,
+        samples=samples,
+        processes=processes,
+        data_manifest=mixture.data_manifests(s.data),
+        templates=mixture.templates_of(s.data),
+        inputs=from_json(list[LearnedFrom], state.inputs),
+        measured_in_training=state.measured,
+        cost=TimeSpent(round(state.seconds, 1), state.learned),
+        **known,
+    )
 
 
 def save_draft(
-    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: NullTracker
+    s: Any, trainable: TrainableDraft, metadata: DraftMetadata, tracker: NullTracker
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
-    out = Path(s.out)
+    out, target = Path(s.out), metadata.target
     with naming(out):
         trainable.save(out)
-    if "original_target" in metadata:  # the target was trained too, and is saved beside the draft
-        weights = model_fingerprint(metadata["target"]["name"]).weights
-        metadata["target"] = {**metadata["target"], "weights": weights}
-    metadata["draft_sha256"] = draft_sha256(s.out)
-    files.write_atomically(out / METADATA_FILE, json.dumps(metadata, indent=1) + "\n")
+    if metadata.original_target is not None and target is not None:
+        # the target was trained as well, and is saved beside the draft
+        target = replace(target, weights=model_fingerprint(target.name).weights)
+    write_metadata(out, replace(metadata, target=target, draft_sha256=draft_sha256(s.out)))
     tracker.artifact("settings", "settings", [out / run_dir.RUN_FILE])
     for number, part in enumerate(mixture.mixture_parts(s.data)):
         name = f"manifest-{number}" if number else "manifest"

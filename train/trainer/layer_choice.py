@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from decode.checkpoints.draft_folder import ChosenLayers
 from decode.common import files
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
+from decode.common.typed_json import from_json
 from decode.model.cut_layers import check_cut, left_out, output_counts, with_replaced
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack
@@ -105,7 +107,9 @@ def settle_layers(
         choice = trials.choose(draft.keep_layers, choice, accelerator, console, save)
     console.print(choice.table())
     trainable.keep_layers(choice.kept)
-    trainable.metadata["layer_choice"] = {**asdict(choice), "kept": choice.kept}
+    trainable.metadata["layer_choice"] = from_json(
+        ChosenLayers, {**asdict(choice), "kept": choice.kept}
+    )
     return choice.kept
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decode.checkpoints import eagle_layouts, importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model import names

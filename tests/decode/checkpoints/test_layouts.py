@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.checkpoints import eagle_layouts, head_layouts, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.checkpoints.importers import LAYOUTS
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.drafts.registry import load_draft

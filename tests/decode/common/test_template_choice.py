@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.chat_template import apply_template, encode_prompt
 from decode.common.errors import UserError
 from decode.common.template_choice import (
@@ -15,7 +16,6 @@ from decode.common.template_choice import (
     template_hash,
     with_template,
 )
-from decode.drafts.base import METADATA_FILE
 from decode.engine.trained_template import use_template
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer

@@ -25,8 +25,9 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from eval.checks.greedy_equivalence import reference_greedy_output
-from eval.metrics.acceptance import alpha, summarize, tau
+from eval.metrics.acceptance import Acceptance
 from eval.metrics.latency import token_seconds
+from tests import drafts
 from tests.automata import START, Automaton, fields, follows
 from tests.decode.drafts.test_heads_decoding import anew, watched
 from tests.heads import draft_of, net_of
@@ -211,15 +212,14 @@ def test_forced_tokens_count_for_tau_alone() -> None:
     """Catches an α that forced tokens raise, and a τ or a time per token that leaves them out."""
     (output, *_) = constrained(GrammarDraft(), target())
     assert {drafted for drafted, _ in output.rounds} == {0}
-    assert alpha([output], K) is None
+    assert Acceptance.of([output], K).alpha.value is None
     assert len(output.forced) == len(output.rounds)
     assert max(output.forced) > K
     emitted = len(output.output_ids) - 1
     assert sum(output.committed) >= emitted
-    assert tau([output]) == emitted / len(output.rounds)
-    found = summarize([output], None, K, 0)
-    assert found["counts"]["forced"] == sum(output.forced)
-    assert found["mean_accept_length"]["pooled"] == 1
+    assert Acceptance.of([output]).tau.value == emitted / len(output.rounds)
+    assert drafts.measured([output], K).counts.forced == sum(output.forced)
+    assert Acceptance.of([output]).accept_length.value == 1
     assert len(token_seconds([output])) == emitted
 
 

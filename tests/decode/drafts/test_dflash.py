@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.checkpoints import block_layouts, importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import DFlashDraft
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config

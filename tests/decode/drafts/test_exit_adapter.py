@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import head_layouts, importers, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts import early_exit
-from decode.drafts.base import METADATA_FILE, Proposal, check_request
+from decode.drafts.base import Proposal, check_request
 from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter, copy_final_norm
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode

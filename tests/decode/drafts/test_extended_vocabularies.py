@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.common.typed_json import to_json
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.causal import CausalDraft, load
 from decode.drafts.registry import load_draft
 from decode.drafts.target_outline import load_without_target

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import eagle_layouts, layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.drafts.lookup import NgramDraft

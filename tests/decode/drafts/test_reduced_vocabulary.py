@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.checkpoints.draft_folder import METADATA_FILE, draft_sha256
 from decode.checkpoints.draft_vocab import VOCAB_FILE, save_ids
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, Proposal, draft_sha256
+from decode.drafts.base import Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.drafts.wrappers import RecordingDraft

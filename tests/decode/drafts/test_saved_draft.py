@@ -8,13 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decode.checkpoints.draft_folder import (
+    METADATA_FILE,
+    check_saved_draft,
+    draft_sha256,
+    is_altered,
+)
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, check_saved_draft, draft_sha256, is_altered
 from decode.drafts.registry import load_draft
 from decode.model.loading import load_target
 from tests import drafts, worlds
 from tests.worlds import World
 from train.hub import publish
+from train.hub.evidence import Evidence
 
 WEIGHTS = "model.safetensors"
 
@@ -97,10 +103,10 @@ def test_a_tokenizer_with_other_ids_is_not_published(
     folder = drafts.draft(tmp_path / "d", family, tokenizer_hash=target.fingerprint)
     shutil.copy(world.target / "tokenizer.json", folder)
     shutil.copy(world.target / "tokenizer_config.json", folder)
-    publish.check_draft(folder, None, None)
+    publish.check_draft(folder, Evidence())
     shutil.copy(world.stranger / "tokenizer.json", folder)
     with pytest.raises(UserError, match="was trained for tokenizer"):
-        publish.check_draft(folder, None, None)
+        publish.check_draft(folder, Evidence())
 
 
 def test_every_shard_counts(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, Proposal, draft_sha256
+from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import load_draft

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.formats import adapters

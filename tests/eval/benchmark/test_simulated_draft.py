@@ -10,7 +10,7 @@ from eval.benchmark.methods import Method
 from eval.benchmark.simulated_draft import SimulatedDraft
 from eval.benchmark.timing import TimingContext
 from eval.benchmark.untimed_passes import decode_untimed
-from eval.metrics import acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.tasks.loading import TaskPrompt
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
@@ -36,8 +36,9 @@ def test_acceptance_is_what_was_asked_for(costly: bool) -> None:
     method = Method("simulated", draft, K)
     context = TimingContext(target, items, NEW)
     samples = decode_untimed(context, method, items, SamplingParams(), 8, lambda: None)
-    alpha = acceptance.alpha_by_position(samples, K)
-    reached = acceptance.reached_by_position(samples, K).sum(0)
+    found = Acceptance.of(samples, K)
+    alpha = [x.value for x in found.alpha_by_position]
+    reached = found.reached_at.sum(0)
     assert reached[0] > 400
     assert alpha[0] == pytest.approx(0.8, abs=0.07)
     assert alpha[1:] == pytest.approx([0.5, 0.5], abs=0.12)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from decode.common.journal import Journal
+from decode.common.typed_json import to_json
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
@@ -20,11 +21,11 @@ from eval.benchmark import baselines, timing, turns
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.benchmark.turns import EngineAnswer
-from eval.metrics import acceptance
-from eval.metrics.speedup_model import round_speedup_with_interval
+from eval.metrics.speedup_model import round_speedup
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.selection import select_fastest_settings
 from eval.tuning.sweep import SweepStage, run_sweep
+from tests import drafts
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
 DRAFT = Method("draft", NgramDraft(), 4)
@@ -123,7 +124,8 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def figures(found: TimingResult, method: Method = DRAFT) -> dict[str, Any]:
-    return acceptance.summarize(found.records[method], found.records[PLAIN_DECODING], method.k, 0)
+    own, plain = found.records[method], found.records[PLAIN_DECODING]
+    return to_json(drafts.measured(own, method.k, plain))
 
 
 def assert_unmoved(own: dict[str, Any], clean: dict[str, Any]) -> None:
@@ -197,18 +199,15 @@ def test_a_stall_turns_no_round_of_a_sweep(
     clean, found = swept(Machine(), "a"), swept(Machine(STALLS[name][0]), "b")
     for setting in (DRAFT, OTHER):
         own, before = (
-            round_speedup_with_interval(x.records[PLAIN_DECODING], x.records[setting])
-            for x in (found, clean)
+            round_speedup(x.records[PLAIN_DECODING], x.records[setting]) for x in (found, clean)
         )
-        assert own is not None
-        assert before is not None
-        assert own.speedup == pytest.approx(before.speedup, rel=0.03)
+        assert own.value == pytest.approx(before.value, rel=0.03)
         assert own.ci is not None
         assert before.ci is not None
         assert own.ci[1] - own.ci[0] < 1.2 * (before.ci[1] - before.ci[0])
     assert found.repeated_turns == (2 if name == "small ones" else 1)
     chosen, expected = (select_fastest_settings([(stage, x)], 0) for x in (found, clean))
-    assert [x["setting"] for x in chosen] == [x["setting"] for x in expected]
+    assert [x.setting for x in chosen] == [x.setting for x in expected]
 
 
 def test_what_is_left_of_a_stall_in_a_sweep_is_taken_off_its_rounds(

@@ -64,16 +64,16 @@ def test_parity_is_paired_and_has_an_interval() -> None:
         (item.task, item.id): float(i % 2) for i, item in enumerate(items)
     }
     found = answer_quality.compare_answer_quality(items, scores, plain, seed=0)
-    assert [(x["metric"], x["prompts"], x["difference"]) for x in found] == [
-        ("exact match", 39, 0.0)
-    ]
-    assert tuple(found[0]["difference_ci"]) == (0.0, 0.0)
-    low, high = found[0]["ci"]
-    assert low < found[0]["value"] < high
+    assert [(x.metric, x.prompts, x.difference.value) for x in found] == [("exact match", 39, 0.0)]
+    assert found[0].difference.ci == (0.0, 0.0)
+    value, ci = found[0].value
+    assert ci is not None
+    assert value is not None
+    assert ci[0] < value < ci[1]
     zeros = dict.fromkeys(scores, 0.0)
     worse = answer_quality.compare_answer_quality(items, zeros, plain, seed=0)[0]
-    assert worse["difference"] == pytest.approx(-19 / 39)
-    assert worse["difference_ci"][1] < 0
+    assert worse.difference.value == pytest.approx(-19 / 39)
+    assert worse.difference.ci[1] < 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common.typed_json import to_json
 from decode.model.loading import Target, load_model, load_target
 from eval.checks import greedy_equivalence
 from eval.tasks.loading import TaskPrompt
@@ -44,7 +45,7 @@ def greedy(world: World, target: Target) -> tuple[Any, TaskPrompt, list[int]]:
 
 def verdict_on(
     model: Any, item: TaskPrompt, answer: list[int], outputs: Sequence[list[int]]
-) -> dict[str, Any]:
+) -> Any:
     items = [replace(item, id=str(i)) for i in range(len(outputs))]
     found = greedy_equivalence.find_mismatches(model, items, [answer] * len(items), outputs, K)
     return greedy_equivalence.greedy_verdict(items, found)
@@ -64,24 +65,26 @@ def test_a_wrong_output_is_a_failure(
     wrong = [] if change == "shorter" else [other_than(*answer[at : at + 1])]
     output = answer[:at] + wrong + answer[at + 1 :]
     verdict = verdict_on(model, item, answer, [answer, output])
-    assert verdict["greedy_identical"] is False
-    assert (verdict["prompts"], verdict["identical"], verdict["ties"]) == (2, 1, [])
-    assert [f["position"] for f in verdict["failures"]] == [at]
-    assert (verdict["exact"], verdict["tied"], verdict["failed"]) == (0.5, 0.0, 0.5)
-    json.dumps(verdict, allow_nan=False)  # a missing token has no logit to be infinitely far from
+    assert verdict.greedy_identical is False
+    assert (verdict.prompts, verdict.identical, verdict.ties) == (2, 1, [])
+    assert [f.position for f in verdict.failures] == [at]
+    assert (verdict.exact, verdict.tied, verdict.failed) == (0.5, 0.0, 0.5)
+    json.dumps(
+        to_json(verdict), allow_nan=False
+    )  # a missing token has no logit to be infinitely far from
 
 
 def test_an_answer_past_its_end_is_a_failure(greedy: tuple[Any, TaskPrompt, list[int]]) -> None:
     """Bug: an output that goes on past the limit with the model's own tokens has no gap and counts as a tie."""
     model, item, answer = greedy
     verdict = verdict_on(model, item, answer[:-1], [answer])
-    assert verdict["greedy_identical"] is False
-    assert verdict["failures"][0]["gap"] is None
+    assert verdict.greedy_identical is False
+    assert verdict.failures[0].gap is None
 
 
 def test_nothing_compared_proves_nothing() -> None:
     """Bug: a task whose prompts all failed is called identical."""
-    assert greedy_equivalence.greedy_verdict([], [])["greedy_identical"] is None
+    assert greedy_equivalence.greedy_verdict([], []).greedy_identical is None
 
 
 @pytest.fixture
@@ -101,9 +104,9 @@ def test_an_exact_tie_is_a_tie(
     """Bug: two equal logits swap between passes, and a lossless decoder is called broken."""
     model, answer, twin = tied
     verdict = verdict_on(model, greedy[1], answer, [[*answer[:5], twin, *answer[6:]]])
-    assert verdict["greedy_identical"] is True
-    assert verdict["failures"] == []
-    assert [(t["position"], t["gap"]) for t in verdict["ties"]] == [(5, 0.0)]
+    assert verdict.greedy_identical is True
+    assert verdict.failures == []
+    assert [(t.position, t.gap) for t in verdict.ties] == [(5, 0.0)]
 
 
 def test_a_third_token_at_a_tie_is_a_failure(
@@ -113,8 +116,8 @@ def test_a_third_token_at_a_tie_is_a_failure(
     model, answer, twin = tied
     third = other_than(*answer, twin)
     verdict = verdict_on(model, greedy[1], answer, [[*answer[:5], third, *answer[6:]]])
-    assert verdict["greedy_identical"] is False
-    assert verdict["ties"] == []
+    assert verdict.greedy_identical is False
+    assert verdict.ties == []
 
 
 def test_second_best_tokens_close_by_are_failures(world: World, target: Target) -> None:
@@ -136,10 +139,10 @@ def test_second_best_tokens_close_by_are_failures(world: World, target: Target) 
             output = [*answer[:at], second, *answer[at + 1 :]]
             verdict = verdict_on(model, TaskPrompt("t", text, prompt), answer, [output])
             close += 1
-            passed += verdict["greedy_identical"]
-            noisy += verdict["noise"] > 0
-            (found,) = verdict["ties"] + verdict["failures"]
-            assert found["gap"] == pytest.approx(gap, abs=1e-4)
+            passed += verdict.greedy_identical
+            noisy += verdict.noise > 0
+            (found,) = verdict.ties + verdict.failures
+            assert found.gap == pytest.approx(gap, abs=1e-4)
     assert close >= 10
     assert noisy == close
     assert passed == 0

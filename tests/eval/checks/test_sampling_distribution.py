@@ -28,6 +28,7 @@ from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method
 from eval.checks import sampling_distribution
 from eval.metrics import distribution_tests
+from eval.results.report import LawTest
 from eval.tasks.loading import TaskPrompt
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
@@ -55,7 +56,7 @@ def shown_by(
     rule: str = "exact",
     tokens: int = TOKENS,
     sampling: SamplingParams = SAMPLING,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, LawTest]:
     """{order: test} of a tiny target with that draft."""
     target = tiny_target(model)
     items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(tiny_prompts(4, 6, 9))]
@@ -64,12 +65,8 @@ def shown_by(
         target, model, method, items, sampling, tokens, seed=0
     )
     assert len(drawn.by_probability) >= tokens
-    return {
-        test["order"]: test
-        for test in distribution_tests.holm_correction(
-            sampling_distribution.run_ks_tests(drawn)["tests"]
-        )
-    }
+    tests = sampling_distribution.judge_tests(sampling_distribution.run_ks_tests(drawn))
+    return {test.order: test for test in tests}
 
 
 def near(target: Target, **shape: Any) -> CausalDraft:
@@ -90,7 +87,7 @@ def test_lossless_rules_pass(model: Any, name: str) -> None:
     """Bug: the test itself is wrong, and calls a correct decoder broken."""
     make, rule = LOSSLESS[name]
     found = shown_by(model, make, rule)
-    assert all(test["passed"] for test in found.values()), found
+    assert all(test.passed for test in found.values()), found
     assert ("p - q" in found) == (name in ("chain", "ngram"))
     assert ("p, bonus" in found) == (name in ("chain", "ngram"))
 
@@ -98,7 +95,7 @@ def test_lossless_rules_pass(model: Any, name: str) -> None:
 def test_truncated_sampling_passes(model: Any) -> None:
     """Bug: p is compared unwarped, or a token at the border of top-p counts as impossible."""
     found = shown_by(model, near, tokens=2000, sampling=SamplingParams(0.8, top_k=20, top_p=0.9))
-    assert all(test["passed"] for test in found.values()), found
+    assert all(test.passed for test in found.values()), found
 
 
 # ---- planted bugs in the real path ----
@@ -196,13 +193,13 @@ def test_planted_bugs_are_caught(model: Any, name: str, monkeypatch: pytest.Monk
     else:
         monkeypatch.setattr(owner, function, bug)
     found = shown_by(model, near)
-    assert not all(test["passed"] for test in found.values()), found
+    assert not all(test.passed for test in found.values()), found
 
 
 def test_a_lossy_rule_is_caught(model: Any) -> None:
     """Bug: the negative control of a report passes what is known to be lossy."""
     found = shown_by(model, near, "typical")
-    assert not all(test["passed"] for test in found.values()), found
+    assert not all(test.passed for test in found.values()), found
 
 
 @pytest.mark.slow
@@ -223,8 +220,8 @@ def test_registered_rules_are_labelled(
         s, target, model, methods, items, journal
     )
     assert law is not None
-    assert law["passed"]
-    assert [tuple(verdict.values()) for verdict in law["methods"]] == [
+    assert law.passed
+    assert [tuple(vars(verdict).values()) for verdict in law.methods] == [
         ("plain", False, True, None), ("sound", False, True, True), ("lossy", True, False, None),
     ]  # fmt: skip
 
@@ -263,18 +260,11 @@ def test_ks_has_its_level_and_its_power() -> None:
 def test_holm_fails_no_test_that_a_smaller_one_protects() -> None:
     """Bug: every p-value is held against the whole level, so that many tests make a false alarm likely."""
 
-    def case(p_value: float, impossible: float = 0.0) -> dict[str, Any]:
-        return {"p_value": p_value, "tokens": 1000, "impossible": impossible}
+    def passed(*p_values: float, impossible: float = 0.0) -> list[bool]:
+        tests = [LawTest("m", "p", 1000, 0.1, p, impossible) for p in p_values]
+        return [test.passed for test in sampling_distribution.judge_tests(tests)]
 
     level = distribution_tests.SIGNIFICANCE_LEVEL
-    passed = [
-        t["passed"]
-        for t in distribution_tests.holm_correction([case(0.4 * level), case(0.5), case(level / 4)])
-    ]
-    assert passed == [False, True, False]
-    passed = [
-        t["passed"]
-        for t in distribution_tests.holm_correction([case(0.4 * level), case(0.5), case(0.6)])
-    ]
-    assert passed == [True, True, True]
-    assert distribution_tests.holm_correction([case(0.5, impossible=0.01)])[0]["passed"] is False
+    assert passed(0.4 * level, 0.5, level / 4) == [False, True, False]
+    assert passed(0.4 * level, 0.5, 0.6) == [True, True, True]
+    assert passed(0.5, impossible=0.01) == [False]

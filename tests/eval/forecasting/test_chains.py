@@ -17,7 +17,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from eval.forecasting.chains import ChainSettings, follow_texts, measure_chains
 from eval.forecasting.rounds import add_rounds, expected_rounds
-from eval.metrics import acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.tasks.loading import TaskPrompt
 from tests.heads import knowing_draft
 from tests.tiny import noisy, reference, tiny_model, tiny_prompts, tiny_target
@@ -49,12 +49,13 @@ def world(family: str) -> tuple[Target, Draft, list[TaskPrompt]]:
 
 
 def counts(records: list[DecodeRecord], k: int) -> dict[str, object]:
+    found = Acceptance.of(records, k)
     return {
-        "emitted": int(acceptance.emitted_tokens(records).sum()),
-        "rounds": int(acceptance.round_counts(records).sum()),
-        "drafted": int(acceptance.drafted_tokens(records).sum()),
-        "reached": list(acceptance.reached_by_position(records, k).sum(0)),
-        "accepted": list(acceptance.accepted_by_position(records, k).sum(0)),
+        "emitted": int(found.emitted.sum()),
+        "rounds": int(found.rounds.sum()),
+        "drafted": int(found.drafted.sum()),
+        "reached": list(found.reached_at.sum(0)),
+        "accepted": list(found.accepted_at.sum(0)),
     }
 
 

@@ -22,6 +22,7 @@ from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group
 from eval.forecasting.rounds import ENGINE_RULES, RULES, ExpectedRounds, TextChains, rules_of
 from eval.forecasting.rows import forecast_row, forecast_rows
 from eval.metrics.speedup_model import RoundCost
+from eval.results.forecast import ForecastCounts
 from tests import worlds
 
 K = 2
@@ -44,20 +45,19 @@ def test_figures_by_hand() -> None:
         text(1, [[0, 1], [0, 0], [1, 0], [1, 1]], drafted=[2, 0, 1, 2]),
     ]
     row = forecast_row(texts, "greedy", K, seed=0)
-    assert row["counts"] == {"emitted": 8, "rounds": 5, "drafting_rounds": 4, "accepted": [2, 1]}
-    assert row["tau"] == 8 / 5
-    assert row["mean_accept_length"] == 1 + 3 / 4
-    assert row["alpha_by_position"] == [2 / 4, 1 / 1]
-    assert row["unconditional_by_position"] == [2 / 4, 1 / 4]
-    assert row["acceptance_rate"] == 3 / (2 + 2 + 2 + 1)
-    assert row["tau_ci"] == (4 / 3, 2.0)
+    assert row.counts == ForecastCounts(8, 5, 4, [2, 1])
+    assert row.tau == (8 / 5, (4 / 3, 2.0))
+    assert row.mean_accept_length.value == 1 + 3 / 4
+    assert [x.value for x in row.alpha_by_position] == [2 / 4, 1 / 1]
+    assert [x.value for x in row.unconditional_by_position] == [2 / 4, 1 / 4]
+    assert row.acceptance_rate == 3 / (2 + 2 + 2 + 1)
     cost = EngineCost(10.0, RoundCost(12.0, 2.0), plain_prefill_ms=5.0, prefill_ms=7.0)
     timed = forecast_row(texts, "greedy", K, seed=0, cost=cost)
     first, second = 7 + 2 * (12 + 2 * 2), 7 + 10 + 2 * 12 + 2 * (2 + 1)  # ms
-    assert timed["speedup"] == pytest.approx(2 * (5 + 40) / (first + second))
+    assert timed.speedup.value == pytest.approx(2 * (5 + 40) / (first + second))
     rows = forecast_rows({0.0: texts, 1.0: texts}, [1, K], rules=list(RULES), seed=0)
     assert len(rows) == 3 * 2 * (1 + 3)  # all, a and b; greedy decoding has one rule
-    assert forecast_row(texts[:1], "greedy", K, seed=0)["tau_ci"] is None
+    assert forecast_row(texts[:1], "greedy", K, seed=0).tau.ci is None
 
 
 def point(k: int, ms: float, batch: int = 1, drafted: float | None = None) -> CostPoint:

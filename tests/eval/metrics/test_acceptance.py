@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.engine.records import DecodeRecord
-from eval.metrics import acceptance
+from eval.metrics.acceptance import Acceptance, match_prompts, seconds_per_token, speedup
+from eval.metrics.bootstrap import Ratio, paired_difference, paired_ratio, ratio_interval
+from eval.metrics.latency import LatencyMs, prefill_and_decode
+from eval.results.report import Counts
+from tests import drafts
 
 SEED = 0
 K = 4
@@ -36,6 +40,10 @@ def sample(
     )
 
 
+def values(ratios: list[Ratio]) -> list[float | None]:
+    return [x.value for x in ratios]
+
+
 one_round = st.integers(0, K).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d)))
 many_rounds = st.lists(one_round, min_size=1, max_size=12)
 any_seconds = st.floats(0.1, 10.0)
@@ -56,24 +64,27 @@ GOLDEN = [
 
 def test_golden_tau() -> None:
     """Catches counting the prefill's token, rounds + 1, or tokens past EOS: (6 + 5 - 2) / 4."""
-    assert acceptance.tau(GOLDEN) == pytest.approx(9 / 4)
+    assert Acceptance.of(GOLDEN).tau.value == pytest.approx(9 / 4)
 
 
 def test_golden_positions() -> None:
     """Catches an off-by-one in "reached", and counting positions that were never drafted."""
-    assert acceptance.reached_by_position(GOLDEN, 3).tolist() == [[2, 2, 1], [2, 1, 0]]
-    assert acceptance.accepted_by_position(GOLDEN, 3).tolist() == [[2, 1, 1], [1, 1, 0]]
-    assert acceptance.alpha_by_position(GOLDEN, 3) == pytest.approx([3 / 4, 2 / 3, 1.0])
-    assert acceptance.unconditional_by_position(GOLDEN, 3) == pytest.approx([3 / 4, 2 / 4, 1 / 4])
-    assert acceptance.alpha(GOLDEN, 3) == pytest.approx(6 / 8)
-    assert acceptance.acceptance_rate(GOLDEN) == pytest.approx(6 / 11)
-    assert acceptance.accepted_length_histogram(GOLDEN, 3) == [1, 1, 1, 1]
+    found = Acceptance.of(GOLDEN, 3)
+    assert found.reached_at.tolist() == [[2, 2, 1], [2, 1, 0]]
+    assert found.accepted_at.tolist() == [[2, 1, 1], [1, 1, 0]]
+    assert values(found.alpha_by_position) == pytest.approx([3 / 4, 2 / 3, 1.0])
+    assert values(found.unconditional_by_position) == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+    assert found.alpha.value == pytest.approx(6 / 8)
+    assert found.rate.value == pytest.approx(6 / 11)
+    assert found.histogram == [1, 1, 1, 1]
 
 
 def test_golden_speed() -> None:
     """Catches a mean of per-prompt rates, and milliseconds that are seconds."""
-    assert acceptance.tokens_per_second(GOLDEN) == pytest.approx(11 / 3)
-    assert acceptance.ms_per_token(GOLDEN) == pytest.approx(3000 / 11)
+    assert seconds_per_token(GOLDEN).value == pytest.approx(3 / 11)
+    found = drafts.measured(GOLDEN, 3)
+    assert found.tokens_per_second.value == pytest.approx(11 / 3)
+    assert found.ms_per_token == pytest.approx(3000 / 11)
 
 
 def test_golden_latency() -> None:
@@ -81,28 +92,26 @@ def test_golden_latency() -> None:
 
     Rounds of 10, 20, 10, 20 ms. Prompt a puts out 4 and then 1 (of 2, cut at EOS) tokens, b 1 and then 3.
     """
-    latency = acceptance.summarize(GOLDEN, None, 3, SEED)["latency_ms"]
-    assert (latency["p50"], latency["mean"]) == pytest.approx((15, 15))
-    assert latency["variance"] == pytest.approx(25)
-    assert latency["first_token"] == latency["first_token_p95"] == pytest.approx(250)
+    latency = LatencyMs.measure(GOLDEN)
+    assert (latency.p50, latency.mean) == pytest.approx((15, 15))
+    assert latency.variance == pytest.approx(25)
+    assert latency.first_token == latency.first_token_p95 == pytest.approx(250)
     each = [10 / 4] * 4 + [20] + [10] + [20 / 3] * 3
-    assert latency["token"]["mean"] == pytest.approx(np.mean(each))
-    assert latency["token"]["variance"] == pytest.approx(np.var(each))
-    assert latency["token"]["p50"] == pytest.approx(20 / 3)
+    assert latency.token is not None
+    assert latency.token.mean == pytest.approx(np.mean(each))
+    assert latency.token.variance == pytest.approx(np.var(each))
+    assert latency.token.p50 == pytest.approx(20 / 3)
 
 
 def test_prefill_and_decoding_apart() -> None:
     """Catches a whole batch's prefill taken from each row's share, and first tokens counted as decoded."""
-    summary = acceptance.summarize(GOLDEN, None, 3, SEED)
-    assert summary["prefill"] == pytest.approx(
-        {"seconds": 0.5, "tokens": 14, "tokens_per_second": 28}
-    )
-    assert summary["decode"] == pytest.approx(
+    prefill, decode = prefill_and_decode(GOLDEN)
+    assert vars(prefill) == pytest.approx({"seconds": 0.5, "tokens": 14, "tokens_per_second": 28})
+    assert vars(decode) == pytest.approx(
         {"seconds": 2.5, "tokens": 9, "tokens_per_second": 9 / 2.5, "ms_per_token": 2500 / 9}
     )
-    assert summary["mean_output_tokens"] == pytest.approx(11 / 2)
-    two_rows = [replace(s, rows=2) for s in GOLDEN]
-    assert acceptance.summarize(two_rows, None, 3, SEED)["prefill"]["seconds"] == pytest.approx(
+    assert drafts.measured(GOLDEN, 3).mean_output_tokens == pytest.approx(11 / 2)
+    assert prefill_and_decode([replace(s, rows=2) for s in GOLDEN])[0].seconds == pytest.approx(
         0.25
     )
 
@@ -110,33 +119,37 @@ def test_prefill_and_decoding_apart() -> None:
 def test_plain_decoding_is_one() -> None:
     """Catches a τ of plain decoding other than 1.0 and an α invented where nothing was drafted."""
     plain = [sample([(0, 0)] * 9), sample([(0, 0)] * 3, name="b")]
-    assert acceptance.tau(plain) == 1.0
-    assert acceptance.alpha(plain, 0) is None
-    assert acceptance.acceptance_rate(plain) is None
-    assert acceptance.accepted_length_histogram(plain, 0) == [12]
+    assert Acceptance.of(plain).tau.value == 1.0
+    assert Acceptance.of(plain, 0).alpha.value is None
+    assert Acceptance.of(plain).rate.value is None
+    assert Acceptance.of(plain, 0).histogram == [12]
 
 
 def test_pooled_not_a_mean_of_prompts() -> None:
     """Catches macro-averaging: a short perfect answer must not weigh like a long poor one."""
     short, long = sample([(K, K)]), sample([(K, 0)] * 9, name="b")
-    assert acceptance.tau([short, long]) == pytest.approx((5 + 9) / 10)
-    mean_of_prompts = ((acceptance.tau([short]) or 0) + (acceptance.tau([long]) or 0)) / 2
+    assert Acceptance.of([short, long]).tau.value == pytest.approx((5 + 9) / 10)
+    mean_of_prompts = (
+        (Acceptance.of([short]).tau.value or 0) + (Acceptance.of([long]).tau.value or 0)
+    ) / 2
     assert mean_of_prompts == pytest.approx(3.0)
-    assert acceptance.alpha([short, long], K) == pytest.approx(4 / 13)  # the mean would be 0.5
+    assert Acceptance.of([short, long], K).alpha.value == pytest.approx(
+        4 / 13
+    )  # the mean would be 0.5
 
 
 def test_alpha_is_not_the_acceptance_rate() -> None:
     """Catches printing one under the other's name: tokens behind a rejection are not reached."""
     samples = [sample([(4, 2)])]
-    assert acceptance.alpha(samples, K) == pytest.approx(2 / 3)
-    assert acceptance.acceptance_rate(samples) == pytest.approx(2 / 4)
+    assert Acceptance.of(samples, K).alpha.value == pytest.approx(2 / 3)
+    assert Acceptance.of(samples).rate.value == pytest.approx(2 / 4)
 
 
 def test_short_drafts_do_not_count_against_later_positions() -> None:
     """Catches dividing by all rounds: n-gram lookup often drafts fewer than K, or nothing."""
     samples = [sample([(0, 0), (2, 2), (4, 4)])]
-    assert acceptance.alpha_by_position(samples, K) == [1.0, 1.0, 1.0, 1.0]
-    assert acceptance.unconditional_by_position(samples, K)[3] == pytest.approx(1 / 3)
+    assert values(Acceptance.of(samples, K).alpha_by_position) == [1.0, 1.0, 1.0, 1.0]
+    assert values(Acceptance.of(samples, K).unconditional_by_position)[3] == pytest.approx(1 / 3)
 
 
 @given(untrimmed_samples())
@@ -144,23 +157,23 @@ def test_tau_law(samples: list[DecodeRecord]) -> None:
     """Catches any drift between the counters: untrimmed, τ = 1 + accepted ÷ rounds."""
     accepted = sum(a for s in samples for _, a in s.rounds)
     total = sum(len(s.rounds) for s in samples)
-    assert acceptance.tau(samples) == pytest.approx(1 + accepted / total)
+    assert Acceptance.of(samples).tau.value == pytest.approx(1 + accepted / total)
 
 
 @given(untrimmed_samples())
 def test_counters_agree(samples: list[DecodeRecord]) -> None:
     """Catches by-position, histogram and total counts that were computed from different rounds."""
-    reached = acceptance.reached_by_position(samples, K).sum(0)
-    accepted = acceptance.accepted_by_position(samples, K).sum(0)
-    counts = acceptance.accepted_length_histogram(samples, K)
-    assert sum(counts) == acceptance.round_counts(samples).sum()
+    reached = Acceptance.of(samples, K).reached_at.sum(0)
+    accepted = Acceptance.of(samples, K).accepted_at.sum(0)
+    counts = Acceptance.of(samples, K).histogram
+    assert sum(counts) == Acceptance.of(samples).rounds.sum()
     assert sum(i * count for i, count in enumerate(counts)) == accepted.sum()
-    assert accepted.sum() == acceptance.accepted_tokens(samples).sum()
+    assert accepted.sum() == Acceptance.of(samples).accepted.sum()
     assert (accepted <= reached).all()
     assert (reached[1:] <= accepted[:-1]).all()
-    assert reached.sum() <= acceptance.drafted_tokens(samples).sum()
-    pooled, rate = acceptance.alpha(samples, K), acceptance.acceptance_rate(samples)
-    by_position = acceptance.alpha_by_position(samples, K)
+    assert reached.sum() <= Acceptance.of(samples).drafted.sum()
+    pooled, rate = Acceptance.of(samples, K).alpha.value, Acceptance.of(samples).rate.value
+    by_position = values(Acceptance.of(samples, K).alpha_by_position)
     weighted = sum((a or 0.0) * r for a, r in zip(by_position, reached, strict=True))
     if pooled is None or rate is None:
         assert reached.sum() == 0
@@ -175,8 +188,7 @@ def test_order_of_prompts_does_not_matter(samples: list[DecodeRecord], random: o
     plain = [sample([(0, 0)] * 5, seconds=1.0 + i, name=str(i)) for i in range(len(samples))]
     shuffled = plain[:]
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    straight = acceptance.summarize(samples, plain, K, SEED)
-    assert acceptance.summarize(samples, shuffled, K, SEED) == straight
+    assert drafts.measured(samples, K, shuffled) == drafts.measured(samples, K, plain)
 
 
 @settings(derandomize=True)
@@ -184,11 +196,17 @@ def test_order_of_prompts_does_not_matter(samples: list[DecodeRecord], random: o
 def test_intervals_hold_the_estimate(samples: list[DecodeRecord]) -> None:
     """Catches an interval of another quantity (such as a mean of ratios) than the one printed."""
     plain = [sample([(0, 0)] * 5, seconds=2.0, name=s.id) for s in samples]
-    entry = acceptance.summarize(samples, plain, K, SEED)
-    for name in ("tau", "alpha", "acceptance_rate", "tokens_per_second", "speedup"):
-        if entry[f"{name}_ci"] is not None:
-            low, high = entry[f"{name}_ci"]
-            assert low - 1e-9 <= entry[name] <= high + 1e-9
+    found = drafts.measured(samples, K, plain)
+    for x in (
+        found.tau,
+        found.alpha,
+        found.acceptance_rate,
+        found.tokens_per_second,
+        found.speedup,
+    ):
+        if x.ci is not None:
+            assert x.value is not None
+            assert x.ci[0] - 1e-9 <= x.value <= x.ci[1] + 1e-9
 
 
 def test_interval_is_as_wide_as_theory() -> None:
@@ -198,7 +216,7 @@ def test_interval_is_as_wide_as_theory() -> None:
     rounds as independent gives 0.022.
     """
     numerators = np.tile([0, 5], 200)
-    interval = acceptance.ratio_interval(numerators, np.full(400, 5), SEED)
+    interval = ratio_interval(numerators, np.full(400, 5), SEED)
     assert interval is not None
     assert interval == pytest.approx((0.451, 0.549), abs=0.005)
 
@@ -206,9 +224,7 @@ def test_interval_is_as_wide_as_theory() -> None:
 def test_same_seed_same_interval() -> None:
     """Catches an unseeded generator: a report must be reproducible."""
     numerators = np.geomspace(1, 2, 30)
-    first, again, other = (
-        acceptance.ratio_interval(numerators, np.ones(30), seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (ratio_interval(numerators, np.ones(30), seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -217,90 +233,77 @@ def test_pairing_narrows_the_speedup() -> None:
     """Catches resampling the two arms apart: prompts that differ 100-fold, always sped up 2×."""
     tokens = np.full(20, 10)
     plain_seconds = np.geomspace(1, 100, 20)
-    interval = acceptance.paired_ratio_interval(
-        plain_seconds, tokens, plain_seconds / 2, tokens, SEED
-    )
-    assert interval == pytest.approx((2.0, 2.0))
+    found = paired_ratio(Ratio(plain_seconds, tokens), Ratio(plain_seconds / 2, tokens), SEED)
+    assert found.ci == pytest.approx((2.0, 2.0))
 
 
 def test_speedup_is_per_token() -> None:
     """Catches a ratio of wall clocks when sampled answers differ in length, and its inverse."""
     plain = [sample([(0, 0)] * 9, seconds=10.0)]  # 10 tokens, 1 s each
     fast = [sample([(K, K)] * 4, output_tokens=20, seconds=5.0)]  # 0.25 s each
-    assert acceptance.speedup(fast, plain) == pytest.approx(4.0)
-    assert acceptance.speedup(plain, plain) == 1.0
+    assert speedup(fast, plain, SEED).value == pytest.approx(4.0)
+    assert speedup(plain, plain, SEED).value == 1.0
 
 
 def test_unpaired_prompts_are_refused() -> None:
     """Catches a speed-up between different prompt sets, and one id hiding behind another."""
     with pytest.raises(ValueError, match="no counterpart"):
-        acceptance.speedup([sample([(1, 1)], name="x")], [sample([(0, 0)], name="y")])
+        speedup([sample([(1, 1)], name="x")], [sample([(0, 0)], name="y")], SEED)
     with pytest.raises(ValueError, match="twice"):
-        acceptance.speedup([sample([(1, 1)])], [sample([(0, 0)])] * 2)
+        speedup([sample([(1, 1)])], [sample([(0, 0)])] * 2, SEED)
 
 
 @given(untrimmed_samples(min_size=2))
 def test_no_difference_with_itself(samples: list[DecodeRecord]) -> None:
     """Catches unpaired resampling: a method against itself differs by exactly nothing."""
-    result = acceptance.compare_alpha(samples, samples, K, SEED)
-    assert result["prompts"] == len(samples)
-    assert result["difference"] in (None, 0.0)
-    assert result["ci"] in (None, (0.0, 0.0))
+    own = Acceptance.of(samples, K).alpha
+    found = paired_difference(own, own, SEED)
+    assert found.value in (None, 0.0)
+    assert found.ci in (None, (0.0, 0.0))
 
 
 def test_difference_has_the_right_sign() -> None:
     """Catches a swapped pair: a accepts all, b nothing."""
     a = [sample([(2, 2)], name=str(i)) for i in range(5)]
     b = [sample([(2, 0)], name=str(i)) for i in range(5)]
-    result = acceptance.compare_alpha(a, b, 2, SEED)
-    assert result == {"metric": "alpha", "difference": 1.0, "ci": (1.0, 1.0), "prompts": 5}
+    of_a, of_b = (Acceptance.of(x, 2).alpha for x in (a, match_prompts(a, b)))
+    assert paired_difference(of_a, of_b, SEED) == (1.0, (1.0, 1.0))
 
 
 def test_nothing_measured_is_none() -> None:
     """Catches NaN and ZeroDivisionError: no prompts at all, and one prompt without any round."""
     for samples in ([], [sample([])]):
-        entry = acceptance.summarize(samples, samples, K, SEED)
-        assert entry["prompts"] == len(samples)
-        assert entry["tau"] is None
-        assert entry["tau_ci"] is None
-        assert entry["alpha_by_position"] == [None] * K
-        assert entry["latency_ms"]["p95"] is None
-        assert entry["histogram"] == [0] * (K + 1)
+        found = drafts.measured(samples, K)
+        assert found.prompts == len(samples)
+        assert found.tau == (None, None)
+        assert [x.value for x in found.alpha_by_position] == [None] * K
+        assert found.latency_ms is not None
+        assert found.latency_ms.p95 is None
+        assert found.histogram == [0] * (K + 1)
 
 
 def test_one_prompt_has_no_interval() -> None:
     """Catches [x, x]: resampling a single prompt looks like certainty."""
-    entry = acceptance.summarize([sample([(4, 2), (4, 3)])], None, K, SEED)
-    assert entry["tau_ci"] is None
-    assert entry["alpha_by_position_ci"] == [None] * K
-    assert entry["speedup"] is None
+    found = drafts.measured([sample([(4, 2), (4, 3)])], K)
+    assert found.tau.ci is None
+    assert [x.ci for x in found.alpha_by_position] == [None] * K
 
 
 def test_positions_reached_by_few_prompts_stay_finite() -> None:
     """Catches NaN percentiles: position 2 is reached by 2 of 20 prompts, so some draws miss it."""
     samples = [sample([(2, 1 if i < 2 else 0)], name=str(i)) for i in range(20)]
-    interval = acceptance.summarize(samples, None, 2, SEED)["alpha_by_position_ci"][1]
+    interval = Acceptance.of(samples, 2).alpha_by_position[1].estimate(SEED).ci
     assert interval is not None
     assert all(math.isfinite(end) for end in interval)
 
 
 def test_summary_counts() -> None:
     """Catches counts from which the printed ratios cannot be computed again."""
-    entry = acceptance.summarize(GOLDEN, GOLDEN, 3, SEED)
-    counts = entry["counts"]
-    assert counts == {
-        "rounds": 4,
-        "drafted": 11,
-        "accepted": 6,
-        "emitted": 9,
-        "forced": 0,
-        "output_tokens": 11,
-        "rounds_by_position": [4, 3, 1],
-        "accepted_by_position": [3, 2, 1],
-    }
-    assert entry["tau"] == counts["emitted"] / counts["rounds"]
-    assert entry["acceptance_rate"] == counts["accepted"] / counts["drafted"]
-    assert entry["speedup"] == 1.0
+    found = drafts.measured(GOLDEN, 3)
+    assert found.counts == Counts(4, 11, 6, 0, 9, 11, [4, 3, 1], [3, 2, 1])
+    assert found.tau.value == found.counts.emitted / found.counts.rounds
+    assert found.acceptance_rate.value == found.counts.accepted / found.counts.drafted
+    assert found.speedup.value == 1.0
 
 
 def test_impossible_rounds_are_refused() -> None:
@@ -308,4 +311,4 @@ def test_impossible_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="3 of 1"):
         sample([(1, 3)])
     with pytest.raises(ValueError, match="more than k"):
-        acceptance.accepted_length_histogram([sample([(4, 4)])], 3)
+        _ = Acceptance.of([sample([(4, 4)])], 3).histogram

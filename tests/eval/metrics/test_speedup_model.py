@@ -12,9 +12,9 @@ from eval.metrics.speedup_model import (
     expected_tokens,
     fit_round_cost,
     fit_speedup_model,
+    is_precise,
     predicted_speedup,
-    prediction_record,
-    round_speedup_with_interval,
+    round_speedup,
 )
 
 
@@ -72,9 +72,7 @@ def test_calibration_gives_back_an_exact_law() -> None:
     model = fit_speedup_model(plain, (2, at(2)), (6, at(6)))
     assert model.unconditional_acceptance == pytest.approx([0.5] + [0.25] * 5)
     for k in (1, 2, 3, 5, 6):
-        measured = round_speedup_with_interval(plain, at(k))
-        assert measured is not None
-        assert model.speedup(k) == pytest.approx(measured.speedup)
+        assert model.speedup(k) == pytest.approx(round_speedup(plain, at(k)).value)
     # past the positions that were seen, each is worth its share of the one before: here all of it
     assert model.tokens(8) == pytest.approx(1 + 0.5 + 0.25 * 7)
     falling = SpeedupModel([0.8, 0.4], RoundCost(1, 1), 1)
@@ -85,15 +83,9 @@ def test_speedup_of_rounds_pools_tokens() -> None:
     """Catches a mean of ratios, a first token counted as a round's, and a verdict on two wild prompts."""
     plain = [sample(0, [(0, 0)] * 10, 10), sample(1, [(0, 0)] * 90, 10)]
     fast = [sample(0, [(1, 1)] * 5, 40), sample(1, [(1, 1)] * 45, 10)]
-    measured = round_speedup_with_interval(plain, fast)
-    assert measured is not None
-    assert measured.speedup == pytest.approx(1000 / (5 * 40 + 45 * 10))
-    assert not measured.is_precise
-    assert not prediction_record(3, 1.0, measured)["counted"]
-    steady = round_speedup_with_interval(
-        *([sample(i, [(0, 0)] * 9, 10) for i in range(4)] for _ in range(2))
-    )
-    assert steady is not None
-    assert steady.is_precise
-    assert prediction_record(3, 1.1, steady)["error"] == pytest.approx(0.1)
-    assert round_speedup_with_interval(plain, [sample(0, [], 1)]) is None
+    measured = round_speedup(plain, fast)
+    assert measured.value == pytest.approx(1000 / (5 * 40 + 45 * 10))
+    assert not is_precise(measured)
+    steady = [sample(i, [(0, 0)] * 9, 10) for i in range(4)]
+    assert is_precise(round_speedup(steady, steady))
+    assert round_speedup(plain, [sample(0, [], 1)]).value is None

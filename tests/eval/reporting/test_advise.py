@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from decode.common.typed_json import Estimate, from_json
 from eval.reporting.advice import advice_markdown, advise
 from eval.reporting.decision import DecisionInputs, decide, verdict_from_heuristic
-from tests import worlds
+from eval.results.report import EvalReport
+from eval.results.tuned import TunedReport
+from tests import drafts, worlds
 from tests.eval.reporting.test_report import entry, plain
 
 COMMAND = "eval/advise.py"
@@ -20,7 +23,7 @@ FASTER, SLOWER, UNCLEAR = (1.2, 1.6), (0.6, 0.9), (0.9, 1.3)
 def facts(**changes: Any) -> DecisionInputs:
     """An idle GPU, long replies, enough memory; no speed-up measured."""
     known = {
-        "speedup": None, "speedup_ci": None, "utilisation": 0.3, "reply_tokens": 200.0,
+        "speedup": Estimate(), "utilisation": 0.3, "reply_tokens": 200.0,
         "needed_bytes": 10.0 * GIB, "available_bytes": 24.0 * GIB,
     }  # fmt: skip
     return DecisionInputs(**{**known, **changes})
@@ -71,18 +74,18 @@ def test_measurement_wins(
     ci: tuple[float, float] | None, changes: dict[str, Any], wanted: str
 ) -> None:
     """Memory decides alone, then an interval that does not hold 1, then the rule: never the other way round."""
-    speedup = None if ci is None else sum(ci) / 2
-    assert decide(facts(speedup=speedup, speedup_ci=ci, **changes))[0] == wanted
+    speedup = Estimate(None if ci is None else sum(ci) / 2, ci)
+    assert decide(facts(speedup=speedup, **changes))[0] == wanted
 
 
 def test_contradictions_are_named() -> None:
     """Catches a rule overruled in silence, and a contradiction claimed where both agree."""
-    said = " ".join(decide(facts(speedup=1.4, speedup_ci=FASTER, utilisation=0.95))[1])
+    said = " ".join(decide(facts(speedup=Estimate(1.4, FASTER), utilisation=0.95))[1])
     assert "larger batches instead (GPU use 95 %, 200 tokens per reply)" in said
     assert "contradicts it and takes precedence" in said
     assert "1.40× [1.20, 1.60]" in said
-    assert "contradicts" not in " ".join(decide(facts(speedup=1.4, speedup_ci=FASTER))[1])
-    said = " ".join(decide(facts(speedup=0.8, speedup_ci=SLOWER))[1])
+    assert "contradicts" not in " ".join(decide(facts(speedup=Estimate(1.4, FASTER)))[1])
+    said = " ".join(decide(facts(speedup=Estimate(0.8, SLOWER)))[1])
     assert "recommends switching it on" in said
     assert "contradicts it and takes precedence" in said
 
@@ -119,7 +122,7 @@ def report() -> dict[str, Any]:
 
 
 def written(report: dict[str, Any], **how: Any) -> str:
-    return advice_markdown(advise(report, **how), "big")
+    return advice_markdown(advise(from_json(EvalReport, report), **how), "big")
 
 
 def test_advice_is_filled_in_with_the_report_s_numbers(report: dict[str, Any]) -> None:
@@ -198,21 +201,17 @@ def test_acceptance_that_contradicts_the_speed_is_named(report: dict[str, Any]) 
     assert text.splitlines()[2].startswith("**Leave it off")
 
 
-def tuned() -> dict[str, Any]:
-    """As eval/tune.py writes it: eagle3 helps up to 8 rows."""
-    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "tree": None}
-    choice = {
-        "temperature": 0.0, "batch_size": 1, "task": "code", "method": "eagle3", "setting": "K = 6",
-        "speedup": 2.1, "ci": [1.9, 2.3], "held_out": 2.05, "guide": [4, 7],
-    }  # fmt: skip
-    speedups = {1: 2.0, 8: 1.2, 16: 0.9}
-    return {
-        "chosen": [choice, {**choice, "method": "ngram"}],
+def tuned() -> TunedReport:
+    """eagle3 helps up to 8 rows."""
+    choice = drafts.cell(
+        task="code", setting="K = 6", speedup=2.1, ci=[1.9, 2.3], held_out=2.05, guide=[4, 7]
+    )
+    sizes = {1: 2.0, 8: 1.2, 16: 0.9}
+    return from_json(TunedReport, drafts.tuned("", {}) | {
+        "chosen": [choice, choice | {"method": "ngram"}],
         "predictions": {"cells": [], "counted": 12, "median_error": 0.07},
-        "cells": [{**cell, "batch_size": b, "speedup": x, "ci": None} for b, x in speedups.items()],
-        "hardware": {"device": "cpu"},
-        "bandwidth": 1e10,
-    }
+        "cells": [drafts.cell(batch_size=b, speedup=x, ci=None) for b, x in sizes.items()],
+    })  # fmt: skip
 
 
 def test_tuning_stands_beside_the_guides(report: dict[str, Any]) -> None:

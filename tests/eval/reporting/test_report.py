@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from decode.common.typed_json import from_json, to_json
 from eval.reporting import render, summary
-from eval.reporting.formatting import format_identical
-from eval.results.report import report_sections
+from eval.reporting.tables import format_identical
+from eval.results.report import EvalReport, MethodResult
+from eval.results.tuned import TunedReport
 from eval.scaling.data_curve import curve_chart
 from tests import curves, drafts, worlds
 
@@ -105,7 +107,7 @@ def report() -> dict[str, Any]:
         methods[-1]["alpha_by_position_ci"] = [[0.75, 0.85], None, None]
     return {
         "schema": 1,
-        "target": "assets/target",
+        "target": {"name": "assets/target", "revision": None},
         "hardware": {"device": "cpu", "threads": 8},
         "versions": {"torch": "2.13.0"},
         "seed": 7,
@@ -126,8 +128,12 @@ def report() -> dict[str, Any]:
     }
 
 
+def parsed(report: dict[str, Any]) -> EvalReport:
+    return from_json(EvalReport, report)
+
+
 def both(report: dict[str, Any]) -> list[str]:
-    return [render.render_markdown(report), render.render_html(report)]
+    return [render.render_markdown(parsed(report)), render.render_html(parsed(report))]
 
 
 def svgs(page: str) -> list[ElementTree.Element]:
@@ -153,34 +159,36 @@ def test_numbers_stand_with_their_intervals(report: dict[str, Any]) -> None:
 def test_nulls_are_dashes(report: dict[str, Any]) -> None:
     """Catches None, null or nan in a cell: nothing measured is –."""
     report["methods"][0]["latency_ms"] = None
-    report["methods"][0]["lossless"] = None
+    report["methods"][0]["lossless"] = {"greedy_identical": None, "prompts": 40}
     report["methods"][1]["speedup"] = report["methods"][1]["speedup_ci"] = None
     for text in both(report):
         assert "None" not in text
         assert "NaN" not in text
         assert "nan" not in text
-    row = next(x for x in render.render_markdown(report).splitlines() if x.startswith("| plain"))
+    row = next(
+        x for x in render.render_markdown(parsed(report)).splitlines() if x.startswith("| plain")
+    )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[4] == cells[6] == "–"  # predicted, α
 
 
 def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
     """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
-    found = report_sections(report)
+    found = parsed(report).sections
     assert [section.task for section in found] == ["all", "code", "prose"]
-    assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
+    assert [m.name for m in found[0].entries] == ["eagle3", "plain", "ngram"]
 
 
 def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
     """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
     hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
     report["methods"] += hot
-    titles = [section.title for section in report_sections(report)]
+    titles = [section.title for section in parsed(report).sections]
     assert titles[:2] == [
         "all tasks, temperature 0, batch 1",
         "all tasks, temperature 1, batch 1",
     ]
-    assert all(len(section.entries) == 3 for section in report_sections(report))
+    assert all(len(section.entries) == 3 for section in parsed(report).sections)
 
 
 def captions(page: str) -> list[str]:
@@ -189,7 +197,7 @@ def captions(page: str) -> list[str]:
 
 def test_html_stands_alone(report: dict[str, Any]) -> None:
     """Catches a missing or broken plot, and a page that needs the network or a script."""
-    page = render.render_html(report)
+    page = render.render_html(parsed(report))
     assert captions(page) == [
         "Speed-up by method and task", "τ by method and task", "Acceptance by position", "Latency",
         "Where a round&#39;s time goes",
@@ -202,7 +210,7 @@ def test_html_stands_alone(report: dict[str, Any]) -> None:
 
 def test_plots_name_what_they_show(report: dict[str, Any]) -> None:
     """Catches an empty or unlabelled figure; names stay text, so they can be found."""
-    page = render.render_html(report)
+    page = render.render_html(parsed(report))
     for plot in svgs(page):
         assert "temperature 0, batch 1" in " ".join(plot.itertext())
     for figure in page.split("<figure")[1:]:
@@ -213,7 +221,7 @@ def test_strings_are_escaped(report: dict[str, Any]) -> None:
     """Catches a task name that ends a table row or becomes a tag, in text and plots."""
     for m in report["methods"]:
         m["task"] = m["task"].replace("code", "<b>co|de</b> $x_1$")
-    page, text = render.render_html(report), render.render_markdown(report)
+    page, text = render.render_html(parsed(report)), render.render_markdown(parsed(report))
     assert "<b>co" not in page
     assert "&lt;b&gt;co|de&lt;/b&gt; $x_1$" in page
     assert "<b>" not in text
@@ -221,7 +229,7 @@ def test_strings_are_escaped(report: dict[str, Any]) -> None:
     assert "$x_1$</span>" not in page
     for m in report["methods"]:
         m["name"] = m["name"].replace("ngram", "<i>n</i> $y$")
-    page = render.render_html(report)
+    page = render.render_html(parsed(report))
     assert "<i>" not in page
     assert "<i>n</i> $y$" in " ".join(svgs(page)[0].itertext())
 
@@ -234,13 +242,13 @@ def test_lossless_verdict(report: dict[str, Any]) -> None:
         in first
     )
     report["methods"][1]["lossless"] = verdict(39, ties=1)
-    assert "n = 40; ties of two logits: 1)" in summary.lossless_verdict(report)
+    assert "n = 40; ties of two logits: 1)" in summary.lossless_verdict(parsed(report))
     report["methods"][1]["lossless"] = verdict(38, ties=1)
-    text = summary.lossless_verdict(report)
+    text = summary.lossless_verdict(parsed(report))
     assert "NOT identical to transformers' generate: ngram on code 38/40 + 1 tie." in text
     for m in report["methods"]:
         m["lossless"] = {"greedy_identical": None, "prompts": 40}
-    assert summary.lossless_verdict(report) == "Lossless: not checked."
+    assert summary.lossless_verdict(parsed(report)) == "Lossless: not checked."
 
 
 def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
@@ -248,42 +256,45 @@ def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         if m["name"] == "ngram":
             m |= {"lossy": True, "lossless": verdict(3)}
-    text = summary.lossless_verdict(report)
+    text = summary.lossless_verdict(parsed(report))
     assert "NOT" not in text
     assert "Lossy by choice: ngram." in text
 
 
 def test_identical_counts_ties_apart() -> None:
     """Catches a tie counted as identical, which would hide it."""
-    assert format_identical(verdict(40)) == "40/40"
-    assert format_identical(verdict(38, ties=2)) == "38/40 + 2 ties"
+    for found, text in ((verdict(40), "40/40"), (verdict(38, ties=2), "38/40 + 2 ties")):
+        assert (
+            format_identical(from_json(MethodResult, entry("x", "all", 1.0, lossless=found)))
+            == text
+        )
 
 
 def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
     """Catches "fastest" for a speed-up whose interval holds 1.0."""
-    assert summary.fastest_method_line(report).startswith("Fastest: eagle3, 1.92×")
+    assert summary.fastest_method_line(parsed(report)).startswith("Fastest: eagle3, 1.92×")
     for m in report["methods"]:
         m["speedup_ci"] = [0.5, 2.5]
-    assert summary.fastest_method_line(report).startswith("No method is clearly faster")
+    assert summary.fastest_method_line(parsed(report)).startswith("No method is clearly faster")
 
 
 def test_stalls_are_said(report: dict[str, Any]) -> None:
     """Catches turns counted once for each method, prompts once for each task, and a line where nothing stalled."""
-    assert summary.stalls_line(report) == ""
+    assert summary.stalls_line(parsed(report)) == ""
     for m in report["methods"]:
         m |= {"repeated_turns": 2, "stalled": 1 if m["name"] == "eagle3" else 0}
     temperatures = {m["temperature"] for m in report["methods"] if m["task"] == "all"}
     pooled = [m for m in report["methods"] if (m["name"], m["task"]) == ("eagle3", "all")]
-    assert summary.stalls_line(report) == (
+    assert summary.stalls_line(parsed(report)) == (
         f"Stalls of the machine: {2 * len(temperatures)} turns in which a method stalled were repeated for all "
         f"methods; {len(pooled)} answers had a stall taken off their seconds."
     )
-    assert summary.stalls_line(report) in render.render_markdown(report)
+    assert summary.stalls_line(parsed(report)) in render.render_markdown(parsed(report))
 
 
 def test_empty_report_renders(report: dict[str, Any]) -> None:
     """Catches a crash, or a warning from a figure without data, when every method failed."""
-    report |= {"methods": [], "comparisons": [], "target": None}
+    report |= {"methods": [], "comparisons": []}
     report["baseline"] = {"tokens_per_second": None, "ms_per_token": None}
     text, page = both(report)
     assert "No speed-up was measured." in text
@@ -293,26 +304,25 @@ def test_empty_report_renders(report: dict[str, Any]) -> None:
 
 def test_write_report(report: dict[str, Any], tmp_path: Path) -> None:
     """Catches a report.json that is not the report, and renders that change from run to run."""
+    report["target"] = {"name": "nowhere", "revision": None}
+    render.write_report(parsed(report), tmp_path / "a")
+    render.write_report(parsed(report), tmp_path / "b")
     models = {"target": None, "drafts": {}}  # nothing of this report lies on the disk
-    report["target"] = "nowhere"
-    render.write_report(report, tmp_path / "a")
-    render.write_report(report, tmp_path / "b")
-    assert json.loads((tmp_path / "a" / "report.json").read_text("utf-8")) == report | {
-        "models": models
-    }
+    written = json.loads((tmp_path / "a" / "report.json").read_text("utf-8"))
+    assert written == json.loads(json.dumps(to_json(parsed(report)))) | {"models": models}
     for name in ("report.md", "report.html"):
         first, second = ((tmp_path / run / name).read_bytes() for run in ("a", "b"))
         assert first == second
     report["methods"][0]["tau"] = float("nan")
     with pytest.raises(ValueError, match="JSON"):
-        render.write_report(report, tmp_path / "c")
+        render.write_report(parsed(report), tmp_path / "c")
 
 
 def test_terminal_table(report: dict[str, Any]) -> None:
     """Catches console markup eating [low, high] or a task name in square brackets."""
     report["methods"][0]["task"] = "[red]x"
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(render.terminal_table(report))
+    console.print(render.terminal_table(parsed(report)))
     text = console.export_text()
     assert "[red]x" in text
     assert "1.92× [1.82, 2.02]" in text
@@ -325,7 +335,7 @@ def test_the_terminal_table_fits_80_columns(report: dict[str, Any]) -> None:
         m["predicted_speedup"] = 1.87 if m["name"] == "eagle3" else None
     report["methods"][1]["lossy"] = True
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(render.terminal_table(report))
+    console.print(render.terminal_table(parsed(report)))
     rows = [line.split() for line in console.export_text().splitlines()]
     wanted = [
         "arithmetic",
@@ -356,16 +366,25 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
         "drafts": {"eagle3": {"parameters": 10**6, "kv_values": 1, "experts": False}},
     }
     report["hardware"] = {"device": "NVIDIA L4"}
-    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "batch_size": 1, "fold": 0}
-    guesses = [
-        {**cell, "k": k, "predicted": 1.9, "measured": 2.0, "ci": [1.8, 2.2]} for k in (1, 2, 3)
-    ]
-    sizes = [{**cell, "batch_size": b, "tree": None, "speedup": 2 / b, "ci": None} for b in (1, 2)]
-    tuned = {
-        "predictions": {"cells": guesses, "counted": 3, "median_error": 0.05}, "cells": sizes,
-        "chosen": [], "hardware": {"device": "cpu"}, "bandwidth": 1e9,
-    }  # fmt: skip
-    page = render.render_html(report, (), tuned)
+    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "batch_size": 1}
+    guess = {
+        **cell,
+        "fold": 0,
+        "predicted": 1.9,
+        "measured": 2.0,
+        "ci": [1.8, 2.2],
+        "error": 0.1,
+        "counted": True,
+    }
+    own = drafts.tuned("", {}) | {
+        "predictions": {
+            "cells": [guess | {"k": k} for k in (1, 2, 3)],
+            "counted": 3,
+            "median_error": 0.05,
+        },
+        "cells": [drafts.cell(**cell | {"batch_size": b}, speedup=2 / b, ci=None) for b in (1, 2)],
+    }
+    page = render.render_html(parsed(report), (), from_json(TunedReport, own))
     assert captions(page) == [
         "Speed-up by method and task", "τ by method and task", "Acceptance by position",
         "Accepted lengths", "Latency", "Where a round&#39;s time goes", "Speed-up against draft length",
@@ -378,26 +397,36 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
         f"1,234 of {top:,.0f} tokens/s" in roofline or f"1,235 of {top:,.0f} tokens/s" in roofline
     )
     assert "300 GB/s" in roofline
-    assert "2.25" in render.render_markdown(report)  # the variance
+    assert "2.25" in render.render_markdown(parsed(report))  # the variance
 
 
 def test_a_data_curve_is_the_last_figure(report: dict[str, Any]) -> None:
     curve = curves.curve(lambda n: 2.4 - 8 * n**-0.7)
-    page = render.render_html(report, charts=[curve_chart(curve)])
-    assert captions(page) == [*captions(render.render_html(report)), "Acceptance by training data"]
+    page = render.render_html(parsed(report), charts=[curve_chart(curve)])
+    assert captions(page) == [
+        *captions(render.render_html(parsed(report))),
+        "Acceptance by training data",
+    ]
     assert "doubling 60,000 supervised tokens gives" in page
     assert "thousand supervised tokens" in page
 
 
 def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     """Catches failed prompts, failed distribution tests and simulated drafts that the page does not show."""
-    assert not summary.is_output_changed(report)
+    assert not summary.is_output_changed(parsed(report))
     report["methods"][0]["failed"] = []
     broken = next(m for m in report["methods"] if (m["name"], m["task"]) == ("ngram", "all"))
     broken["failed"] = [{"task": "code", "id": "p7", "error": "too long by 3 <tokens>"}]
-    test = {"method": "eagle3", "order": "p", "tokens": 20000, "distance": 0.02, "p_value": 1e-6}
+    test = {
+        "method": "eagle3",
+        "order": "p",
+        "tokens": 20000,
+        "distance": 0.02,
+        "p_value": 1e-6,
+        "impossible": 0.0,
+    }
     report["law"] = {
-        "temperature": 1.0, "level": 1e-4, "passed": False, "tests": [test],
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "level": 1e-4, "passed": False, "tests": [test],
         "methods": [{"name": "eagle3", "lossy": False, "passed": False, "control_caught": True}],
     }  # fmt: skip
     error = {"task": "code", "id": "p9", "error": "RuntimeError: no room"}
@@ -424,13 +453,13 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
         assert "RuntimeError: no room" in text
         assert "-0.250 [-0.500, +0.000]" in text
         assert "87 %" in text
-    assert summary.is_output_changed(report)
+    assert summary.is_output_changed(parsed(report))
     assert any("hf-assisted causal" in "".join(svg.itertext()) for svg in svgs(both(report)[1]))
     assert 'class="verdict bad"' in both(report)[1]
     report["law"]["methods"][0] |= {"passed": True, "control_caught": False}
-    assert "too weak for eagle3" in summary.distribution_verdict(report)
+    assert "too weak for eagle3" in summary.distribution_verdict(parsed(report))
     report["law"]["methods"][0]["control_caught"] = True
-    assert summary.distribution_verdict(report).startswith(
+    assert summary.distribution_verdict(parsed(report)).startswith(
         "Sampled output follows the target's distribution (eagle3"
     )
 
@@ -461,12 +490,12 @@ def test_assisted_generation_is_explained(
             m["phase_ms"] = {"draft": draft_ms, "verify": 12.0, "overhead": 1.0}
             m["k"] = 4
     report["engines"] = [drafts.assisted("eagle3", gain=gain, gain_ci=interval)]
-    (line,) = summary.assisted_generation_lines(report)
+    (line,) = summary.assisted_generation_lines(parsed(report))
     assert line.startswith("transformers with assistant_model = eagle3 (K = 4, temperature 0): ")
     for words in expected:
         assert words in line
     assert ("expected" in line) == (draft_ms is not None)
-    assert summary.assisted_generation_lines(report, ["causal"]) == []
+    assert summary.assisted_generation_lines(parsed(report), ["causal"]) == []
 
 
 def test_simulated_drafts_win_nothing(report: dict[str, Any]) -> None:
@@ -474,13 +503,13 @@ def test_simulated_drafts_win_nothing(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         if m["name"] == "eagle3":
             m["simulated"] = [0.9]
-    assert "ngram" in summary.fastest_method_line(report)
+    assert "ngram" in summary.fastest_method_line(parsed(report))
     assert "Simulated acceptance, no real draft: eagle3." in both(report)[0]
 
 
 def test_page_follows_the_reader_s_colours(report: dict[str, Any]) -> None:
     """Catches black ink in a plot, which a dark page swallows: text and axes take the page's colour."""
-    page = render.render_html(report)
+    page = render.render_html(parsed(report))
     assert "prefers-color-scheme: dark" in page
     assert "currentColor" in page
     for plot in svgs(page):

@@ -9,8 +9,10 @@ import pytest
 
 from decode.common.errors import UserError
 from eval.reporting.token_traces import read_outputs, select_traces, split_by_origin
+from eval.results.report import EvalReport
+from tests import drafts
 from tests.decode.engine.test_text_stream import KINDS, random_ids
-from tests.eval.reporting.test_report import entry, plain
+from tests.eval.reporting.test_report import entry, parsed, plain
 from tests.worlds import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -67,6 +69,10 @@ def line(task: str, number: int, method: str, temperature: float) -> dict[str, A
     }  # fmt: skip
 
 
+def report_of(methods: list[dict[str, Any]]) -> EvalReport:
+    return parsed(drafts.report("") | {"methods": methods})
+
+
 def test_three_prompts_of_different_tasks() -> None:
     """Catches three prompts of one task, plain decoding, a tree or another temperature among the traces."""
     methods = [plain("all"), entry("causal", "all", 1.2), entry("ngram", "all", 1.1)]
@@ -79,13 +85,13 @@ def test_three_prompts_of_different_tasks() -> None:
         for task in ("a", "b")
         for number in (0, 1)
     ]
-    found = select_traces({"methods": methods}, lines, TOKENIZER)
+    found = select_traces(report_of(methods), lines, TOKENIZER)
     assert [(t.method, t.prompt) for t in found] == [
         ("causal", "a 0"), ("causal", "b 0"), ("causal", "a 1"),
     ]  # fmt: skip
     assert found[0].tokens == 6
     assert found[0].rounds == 2
-    assert select_traces({"methods": [plain("all")]}, lines, TOKENIZER) == []
+    assert select_traces(report_of([plain("all")]), lines, TOKENIZER) == []
 
 
 def test_damaged_outputs_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from decode.common.errors import UserError
 from eval.reporting.render import render_html
-from eval.results.report import read_report, read_tuned
+from eval.results.report import read_report
+from eval.results.tuned import read_tuned
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 

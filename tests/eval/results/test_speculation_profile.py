@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
+from decode.common.typed_json import from_json, to_json
 from decode.engine.records import DecodeRecord
-from eval.metrics import acceptance
 from eval.reporting.render import write_profile
-from eval.results.speculation_profile import position_rates, speculation_profile, validate
+from eval.results.report import EvalReport, MethodResult
+from eval.results.speculation_profile import (
+    SpeculationProfile,
+    position_rates,
+    speculation_profile,
+    validate,
+)
+from tests import drafts
 from train.hub import redaction
 from train.hub.published_fields import PROFILE
 
@@ -37,24 +44,27 @@ PROSE = [record("c", [(3, 2), (2, 2)], "prose")]
 
 
 def entry(task: str, records: list[DecodeRecord], **changes: Any) -> dict[str, Any]:
-    fields = {
-        "name": "mine", "family": "eagle3", "draft": "drafts/mine", "draft_sha256": "ab" * 32, "k": 3, "tree": None,
-        "lookup": None, "temperature": 0.0, "batch_size": 1, "task": task, "dtype": "float32", "lossy": False,
-        "simulated": None,
-    }  # fmt: skip
-    return {**fields, **acceptance.summarize(records, None, 3, 0), "speedup": 1.5, **changes}
+    facts = {"name": "mine", "family": "eagle3", "draft": "drafts/mine", "draft_sha256": "ab" * 32}
+    found = to_json(drafts.measured(records, 3, task=task, **facts))
+    return {**found, "speedup": 1.5, **changes}
 
 
 def report(*more: dict[str, Any]) -> dict[str, Any]:
     own = [entry("all", CODE + PROSE), entry("code", CODE), entry("prose", PROSE)]
     plain = entry("all", [record("a", [(0, 0)] * 3, "code")], name="plain", k=0, speedup=9.0)
     target = {"name": "org/target", "revision": "main", "tokenizer": "0" * 16}
-    return {"seed": 7, "target": target, "methods": [plain, *own, *more]}
+    return drafts.report("") | {"seed": 7, "target": target, "methods": [plain, *own, *more]}
+
+
+def profiled(report: dict[str, Any], entries: list[dict[str, Any]] | None = None) -> Any:
+    """As JSON."""
+    own = None if entries is None else [from_json(MethodResult, m) for m in entries]
+    return to_json(speculation_profile(from_json(EvalReport, report), own))
 
 
 @pytest.fixture
 def profile() -> dict[str, Any]:
-    found = speculation_profile(report())
+    found = profiled(report())
     assert found is not None
     return found
 
@@ -97,7 +107,7 @@ def test_the_proposals_fields_and_checks(profile: dict[str, Any]) -> None:
 
 def test_the_proposals_own_example() -> None:
     """Catches another reading of the histogram: nvidia/MiniMax-M2.7-DFlash, mean 2.4733 in the proposal's tests."""
-    rates = position_rates([8611, 7814, 5337, 8891])["marginal_accept_rates"]
+    rates = position_rates([8611, 7814, 5337, 8891])[1]
     assert rates == near_six([F(22042, 30653), F(14228, 30653), F(8891, 30653)])
     assert 1 + sum(rates) == pytest.approx(2.4733, abs=1e-4)
 
@@ -108,9 +118,9 @@ def near_six(values: list[F]) -> list[float]:
 
 def test_checks_see_a_cut_vector_and_a_rise() -> None:
     """They are blind if one of these passes."""
-    assert not validate(3.0, [0.5, 0.4])["mean_consistency"]["passed"]
-    assert not validate(2.0, [0.4, 0.6])["marginal_monotonicity"]["passed"]
-    assert not validate(2.0 + 1, [0.5, 0.375, 0.125])["mean_consistency"]["passed"]  # bonus twice
+    assert not validate(3.0, [0.5, 0.4]).mean_consistency.passed
+    assert not validate(2.0, [0.4, 0.6]).marginal_monotonicity.passed
+    assert not validate(2.0 + 1, [0.5, 0.375, 0.125]).mean_consistency.passed  # bonus twice
 
 
 def test_tasks_and_other_settings(profile: dict[str, Any]) -> None:
@@ -123,7 +133,7 @@ def test_tasks_and_other_settings(profile: dict[str, Any]) -> None:
         entry("all", CODE, name="fast", family="dflash", speedup=2.0),
         entry("all", CODE, name="made up", simulated=[0.5]),
     ]
-    found = speculation_profile(report(*more))
+    found = profiled(report(*more))
     assert found is not None
     assert (found["name"], found["accept_length_model"]) == ("fast", "measured_per_k")
     others = [(x["name"], x["measurement_conditions"]["temperature"]) for x in found["other_profiles"]]  # fmt: skip
@@ -144,7 +154,7 @@ def test_tasks_and_other_settings(profile: dict[str, Any]) -> None:
 )
 def test_only_chains_say_what_shorter_ones_give(changes: dict[str, Any], model: str) -> None:
     """Catches a tree or a block whose prefix is taken for a shorter draft."""
-    found = speculation_profile(report(), [entry("all", CODE, **changes)])
+    found = profiled(report(), [entry("all", CODE, **changes)])
     assert found is not None
     assert found["accept_length_model"] == model
 
@@ -152,14 +162,14 @@ def test_only_chains_say_what_shorter_ones_give(changes: dict[str, Any], model: 
 def test_nothing_measured_gives_no_file(profile: dict[str, Any], tmp_path: Path) -> None:
     """Catches a baseline that is published as a draft that accepts nothing, and a file left from an earlier report."""
     plain = {**report(), "methods": report()["methods"][:1]}
-    assert speculation_profile(plain) is None
-    write_profile(profile, tmp_path)
+    assert profiled(plain) is None
+    write_profile(from_json(SpeculationProfile, profile), tmp_path)
     file = tmp_path / "speculation_profile.json"
     assert json.loads(file.read_text())["tau"] == pytest.approx(15 / 8)
     write_profile(None, tmp_path)
     assert not file.exists()
     old = [{k: v for k, v in m.items() if k != "mean_accept_length"} for m in report()["methods"]]
-    assert speculation_profile({**report(), "methods": old}) is None
+    assert profiled({**report(), "methods": old}) is None
 
 
 def test_all_of_it_is_published(profile: dict[str, Any]) -> None:

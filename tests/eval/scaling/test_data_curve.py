@@ -8,23 +8,30 @@ import numpy as np
 import pytest
 
 from decode.common.errors import UserError
+from decode.common.typed_json import from_json
+from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import ratio_interval
 from eval.reporting import plots
 from eval.scaling import data_curve
-from eval.scaling.data_curve import GO_ON, NOT_CLEAR, STOP, TrainedPoint, build_curve
+from eval.scaling.data_curve import GO_ON, NOT_CLEAR, STOP, DataCurve, TrainedPoint, build_curve
 from tests import curves
+
+
+def made(*how: Any, **changes: Any) -> DataCurve:
+    return from_json(DataCurve, curves.curve(*how, **changes))
 
 
 def test_points_pool_seeds_and_keep_prompts() -> None:
     """Catches a mean of ratios, and intervals that take two seeds of a prompt for two prompts."""
     one = TrainedPoint(100, 0, 101, 5, 7, {"0.0": [[10, 5, 6, 9], [4, 4, 0, 4]]})
     two = TrainedPoint(100, 1, 105, 7, 7, {"0.0": [[20, 5, 15, 18], [4, 4, 0, 4]]})
-    (point,) = build_curve([one, two], None, [0.0], 4, 0.02)["points"]
-    assert (point["tokens"], point["rows"], point["steps"]) == (103, 6, 7)
-    assert point["tau"] == pytest.approx(38 / 18)
-    assert point["alpha"] == pytest.approx(21 / 35)
-    assert point["tau_seeds"] == [pytest.approx(14 / 9), pytest.approx(24 / 9)]
-    assert point["tau_ci"] == ratio_interval([30, 8], [10, 8], data_curve.SEED)
+    facts = {"target": TargetRecord("t"), "family": "eagle3"}
+    (point,) = build_curve([one, two], None, [0.0], 4, 0.02, **facts).points
+    assert (point.tokens, point.rows, point.steps) == (103, 6, 7)
+    assert point.tau.value == pytest.approx(38 / 18)
+    assert point.alpha.value == pytest.approx(21 / 35)
+    assert point.tau_seeds == [pytest.approx(14 / 9), pytest.approx(24 / 9)]
+    assert point.tau.ci == ratio_interval([30, 8], [10, 8], data_curve.SEED)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +64,9 @@ def test_the_verdict_of_all_temperatures(each: list[str], said: str) -> None:
 
 
 def test_a_steep_curve_goes_on_and_a_saturated_one_stops() -> None:
-    steep = curves.curve(lambda n: 1.0 + 0.2 * np.log(n / 300))
-    flat = curves.curve(lambda n: 2.4 - 8 * n**-0.7)
-    assert (steep["verdict"], flat["verdict"]) == (GO_ON, STOP)
+    steep = made(lambda n: 1.0 + 0.2 * np.log(n / 300))
+    flat = made(lambda n: 2.4 - 8 * n**-0.7)
+    assert (steep.verdict, flat.verdict) == (GO_ON, STOP)
     (line, _) = data_curve.doubling_lines(steep)
     assert line.startswith("T = 0: doubling 60,000 supervised tokens gives +6.")
     assert line.endswith(": go on (worth it from +2.0 %).")
@@ -68,8 +75,8 @@ def test_a_steep_curve_goes_on_and_a_saturated_one_stops() -> None:
 
 
 def test_two_sizes_say_so() -> None:
-    found = curves.curve(lambda n: 1.0 + 0.2 * np.log(n / 300), sizes=(600, 60_000))
-    assert found["verdict"] == NOT_CLEAR
+    found = made(lambda n: 1.0 + 0.2 * np.log(n / 300), sizes=(600, 60_000))
+    assert found.verdict == NOT_CLEAR
     assert (
         "no interval: too few sizes or prompts): not clear" in data_curve.doubling_lines(found)[0]
     )
@@ -77,32 +84,32 @@ def test_two_sizes_say_so() -> None:
 
 def test_one_size_draws_and_prints() -> None:
     """Catches a table or a figure that needs a fit."""
-    found = curves.curve(lambda n: 2.0 + 0 * n, sizes=(600,))
-    assert (found["forecasts"], found["verdict"]) == ([], NOT_CLEAR)
+    found = made(lambda n: 2.0 + 0 * n, sizes=(600,))
+    assert (found.forecasts, found.verdict) == ([], NOT_CLEAR)
     assert len(data_curve.points_table(found).rows) == 4
     assert data_curve.laws_table(found).rows == []
     assert "<svg" in data_curve.curve_panel(found, "tau")
 
 
 def test_tables_show_what_was_measured_and_what_was_not() -> None:
-    found = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
+    found = made(lambda n: 2.4 - 8 * n**-0.4)
     rows = data_curve.points_table(found).rows
     assert [row[1] for row in rows[:7]] == [
         "before training", "600", "1,897", "6,000", "18,974", "60,000", "120,000, predicted",
     ]  # fmt: skip
-    measured = found["points"][0]
-    low, high = measured["tau_ci"]
-    assert rows[1][4] == f"{measured['tau']:.3f} [{low:.3f}, {high:.3f}]"
+    tau = found.points[0].tau
+    assert tau.ci is not None
+    assert rows[1][4] == f"{tau.value:.3f} [{tau.ci[0]:.3f}, {tau.ci[1]:.3f}]"
     laws = data_curve.laws_table(found).rows
     assert [row[:2] for row in laws] == [["0", "τ"], ["0", "α"], ["1", "τ"], ["1", "α"]]
     assert laws[0][4] == "2.400"
-    flat = curves.curve(lambda n: 2.0 + 0 * n)
+    flat = made(lambda n: 2.0 + 0 * n)
     assert data_curve.laws_table(flat).rows[0][4] == "not identified"
     assert "-0.0" not in str([data_curve.doubling_lines(flat), data_curve.laws_table(flat)])
 
 
 def test_figures_draw_the_points_the_law_and_the_prediction() -> None:
-    found = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
+    found = made(lambda n: 2.4 - 8 * n**-0.4)
     drawn = data_curve.curve_chart(found)
     assert [name for _, _, name in drawn.legend] == [
         "temperature 0", "temperature 1", "twice the data, predicted",
@@ -141,8 +148,8 @@ def test_a_file_without_one_of_its_fields(tmp_path: Path) -> None:
                 data_curve.curve_chart(read)
                 data_curve.points_table(read)
                 data_curve.laws_table(read)
-    required = (*data_curve.POINT_KEYS, *data_curve.FORECAST_KEYS, *data_curve.LAW_KEYS)
-    assert refused == len(required) + len(data_curve.FILE_KEYS)
+    # an interval that lacks is no interval
+    assert refused == 27
 
 
 @pytest.mark.parametrize(
@@ -151,9 +158,9 @@ def test_a_file_without_one_of_its_fields(tmp_path: Path) -> None:
         ({"schema": 2}, "schema 1"),
         ({"target": {"name": "x", "tokenizer": "0123"}}, "about another target"),
         ({"target": {"name": "x"}}, "target has no 'tokenizer'"),
-        ({"target": "x"}, "target has no 'name'"),
+        ({"target": "x"}, "target has no 'tokenizer'"),
         ({"points": []}, "it has no points"),
-        ({"points": 3}, "'points' is no list of objects"),
+        ({"points": 3}, "points is not a list"),
         ({"forecasts": [{}]}, "forecasts\\[0\\] has no"),
     ],
 )

@@ -68,8 +68,8 @@ def test_intervals_cover_the_truth(a: float, b: float, c: float, noise: float, s
         tops, bottoms = counts(sizes, a - b * sizes**-c + scatter, seed=run)
         found = forecast(sizes, tops, bottoms, BOUNDS, run, resamples=300)
         assert found is not None
-        assert found.gain_ci is not None
-        covered += found.gain_ci[0] <= truth <= found.gain_ci[1]
+        assert found.gain.ci is not None
+        covered += found.gain.ci[0] <= truth <= found.gain.ci[1]
     assert covered >= 0.85 * runs
 
 
@@ -94,8 +94,8 @@ def test_prompts_alone_would_be_too_sure(monkeypatch: pytest.MonkeyPatch) -> Non
             patch.setattr(np.random, "default_rng", Silent)
             found = forecast(SIZES, tops, bottoms, BOUNDS, run, resamples=300)
         assert found is not None
-        assert found.gain_ci is not None
-        covered += found.gain_ci[0] <= truth <= found.gain_ci[1]
+        assert found.gain.ci is not None
+        covered += found.gain.ci[0] <= truth <= found.gain.ci[1]
     assert covered < 0.6 * 40
 
 
@@ -103,8 +103,8 @@ def test_what_is_flat_gains_nothing() -> None:
     tops, bottoms = counts(SIZES, np.full(5, 2.0))
     found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
     assert found is not None
-    assert found.gain == pytest.approx(0)
-    assert found.gain_ci == pytest.approx((0, 0), abs=1e-9)
+    assert found.gain.value == pytest.approx(0)
+    assert found.gain.ci == pytest.approx((0, 0), abs=1e-9)
     assert not found.identified
     assert found.law.limit is None
 
@@ -115,8 +115,8 @@ def test_what_falls_is_predicted_to_fall() -> None:
     tops, bottoms = counts(SIZES, 2.5 - 0.1 * np.log(SIZES / 600) + scatter)
     found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
     assert found is not None
-    assert found.gain_ci is not None
-    assert found.gain_ci[1] < 0
+    assert found.gain.ci is not None
+    assert found.gain.ci[1] < 0
 
 
 def test_up_and_down_is_not_clear() -> None:
@@ -124,8 +124,8 @@ def test_up_and_down_is_not_clear() -> None:
     tops, bottoms = counts(SIZES, np.array([1.5, 2.5, 1.5, 2.5, 1.5]))
     found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
     assert found is not None
-    assert found.gain_ci is not None
-    assert found.gain_ci[0] < -0.1 < 0.1 < found.gain_ci[1]
+    assert found.gain.ci is not None
+    assert found.gain.ci[0] < -0.1 < 0.1 < found.gain.ci[1]
 
 
 def test_two_sizes_give_a_line_and_no_interval() -> None:
@@ -135,8 +135,8 @@ def test_two_sizes_give_a_line_and_no_interval() -> None:
         found = forecast(sizes, tops, bottoms, BOUNDS, 0)
         assert found is not None
         assert found.law.exponent == 0
-        assert found.at_double == pytest.approx(2.0 + 0.1 * np.log(200))
-        assert (found.gain_ci, found.at_double_ci, found.exponent_ci) == (None, None, None)
+        assert found.at_double.value == pytest.approx(2.0 + 0.1 * np.log(200))
+        assert (found.gain.ci, found.at_double.ci, found.exponent_ci) == (None, None, None)
 
 
 def test_three_sizes_give_a_wide_interval_and_no_exponent() -> None:
@@ -145,8 +145,8 @@ def test_three_sizes_give_a_wide_interval_and_no_exponent() -> None:
     found = forecast(sizes, tops, bottoms, BOUNDS, 0)
     assert found is not None
     assert (found.law.exponent, found.exponent_ci, found.identified) == (0, None, False)
-    assert found.gain_ci is not None
-    assert found.gain_ci[0] < 0.0103 < found.gain_ci[1]
+    assert found.gain.ci is not None
+    assert found.gain.ci[0] < 0.0103 < found.gain.ci[1]
 
 
 @pytest.mark.parametrize("what", ["one size", "no rounds"])
@@ -160,7 +160,7 @@ def test_one_prompt_gives_no_interval() -> None:
     tops, bottoms = counts(SIZES, 2.4 - 8 * SIZES**-0.4, prompts=1)
     found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
     assert found is not None
-    assert found.gain_ci is None
+    assert found.gain.ci is None
 
 
 def test_predictions_stay_possible() -> None:
@@ -168,15 +168,16 @@ def test_predictions_stay_possible() -> None:
     tops, bottoms = counts(SIZES, np.array([0.2, 0.45, 0.7, 0.9, 0.99]), prompts=2)
     found = forecast(SIZES, tops, bottoms, (0.0, 1.0), 0)
     assert found is not None
-    assert found.at_double <= 1
-    assert found.gain is not None
-    assert found.gain <= 1 / 0.9
-    assert found.at_double_ci is not None
-    assert 0 <= found.at_double_ci[0] <= found.at_double_ci[1] <= 1
+    assert found.at_double.value is not None
+    assert found.at_double.value <= 1
+    assert found.gain.value is not None
+    assert found.gain.value <= 1 / 0.9
+    assert found.at_double.ci is not None
+    assert 0 <= found.at_double.ci[0] <= found.at_double.ci[1] <= 1
 
 
 def test_a_level_of_zero_has_no_relative_gain() -> None:
     tops, bottoms = counts(SIZES, np.zeros(5))
     found = forecast(SIZES, tops * 0, bottoms, (0.0, 1.0), 0)
     assert found is not None
-    assert (found.gain, found.gain_ci) == (None, None)
+    assert found.gain == (None, None)

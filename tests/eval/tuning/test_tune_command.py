@@ -11,12 +11,13 @@ import pytest
 import torch
 import yaml
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import row_seeds
 from decode.engine.records import DecodeRecord, RoundRecord
+from decode.model.fingerprint import TargetRecord
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing
@@ -25,11 +26,12 @@ from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree, tree_p
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only
 from eval.metrics.speedup_model import recommended_k_range
+from eval.results.report import TreeRecord
+from eval.results.tuned import TunedReport
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.config import TuneConfig, interleave_groups, tree_stage
 from eval.tuning.selection import (
     cross_validated_predictions,
-    fastest_chains,
     fastest_setting,
     held_out_speedup,
     select_fastest_settings,
@@ -49,6 +51,7 @@ from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 from tests.worlds import Done, World
 
 COMMAND = "eval/tune.py"
+PLACE = {"method": "d", "task": "all", "temperature": 0.0, "batch_size": 1}
 
 
 def sample(
@@ -79,15 +82,13 @@ def world_of(k: int, prompts: int, seed: int = 0) -> list[DecodeRecord]:
 def test_predictions_are_right_where_the_model_is() -> None:
     """Catches costs or acceptance mixed up between draft lengths; 8 is extrapolated from 2 and 6."""
     samples = {k: world_of(k, 8) for k in (0, 1, 2, 3, 4, 6, 8)}
-    found = cross_validated_predictions(samples, (2, 6))
-    assert {(c["fold"], c["k"]) for c in found} == {
-        (f, k) for f in (0, 1) for k in (1, 2, 3, 4, 6, 8)
-    }
-    assert all(c["error"] < 0.05 for c in found)
-    assert {c["k"] for c in found if c["counted"]} == {1, 3, 4, 8}
+    found = cross_validated_predictions(samples, (2, 6), **PLACE)
+    assert {(c.fold, c.k) for c in found} == {(f, k) for f in (0, 1) for k in (1, 2, 3, 4, 6, 8)}
+    assert all(c.error < 0.05 for c in found)
+    assert {c.k for c in found if c.counted} == {1, 3, 4, 8}
     whole = summarize_predictions(found)
-    assert whole["counted"] == 8
-    assert whole["median_error"] < 0.03
+    assert whole.counted == 8
+    assert whole.median_error < 0.03
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -101,15 +102,15 @@ def test_predictions_see_only_the_other_half(odd: int) -> None:
     fold = 1 - odd  # calibrates on the half that stayed
     before, after = (
         {
-            c["k"]: c["predicted"]
-            for c in cross_validated_predictions(s, (2, 6))
-            if c["fold"] == fold
+            c.k: c.predicted
+            for c in cross_validated_predictions(s, (2, 6), **PLACE)
+            if c.fold == fold
         }
         for s in (samples, changed)
     )
     assert before == after
     measured, changes = (
-        {c["k"]: c["measured"] for c in cross_validated_predictions(s, (2, 6)) if c["fold"] == fold}
+        {c.k: c.measured for c in cross_validated_predictions(s, (2, 6), **PLACE) if c.fold == fold}
         for s in (samples, changed)
     )
     assert all(
@@ -120,9 +121,9 @@ def test_predictions_see_only_the_other_half(odd: int) -> None:
     for fold in (0, 1):
         one, other = (
             [
-                c["predicted"]
-                for c in cross_validated_predictions(s, (2, 6))
-                if (c["fold"], c["k"]) == (fold, 3)
+                c.predicted
+                for c in cross_validated_predictions(s, (2, 6), **PLACE)
+                if (c.fold, c.k) == (fold, 3)
             ]
             for s in (samples, without)
         )
@@ -131,11 +132,13 @@ def test_predictions_see_only_the_other_half(odd: int) -> None:
 
 def test_too_little_is_not_predicted() -> None:
     """Catches an empty sweep that crashes, and two draft lengths that "predict" themselves."""
-    assert cross_validated_predictions({k: world_of(k, 4) for k in (0, 2, 6)}, (2, 6)) == []
+    assert (
+        cross_validated_predictions({k: world_of(k, 4) for k in (0, 2, 6)}, (2, 6), **PLACE) == []
+    )
     nothing = {k: [sample(i, [], 1) for i in range(4)] for k in (0, 2, 3, 6)}
-    assert cross_validated_predictions(nothing, (2, 6)) == []
-    found = cross_validated_predictions({k: world_of(k, 4) for k in (0, 1, 3, 5)}, (2, 6))
-    assert {c["k"] for c in found if c["counted"]} <= {1}  # 3 and 5 stood in for 2 and 6
+    assert cross_validated_predictions(nothing, (2, 6), **PLACE) == []
+    found = cross_validated_predictions({k: world_of(k, 4) for k in (0, 1, 3, 5)}, (2, 6), **PLACE)
+    assert {c.k for c in found if c.counted} <= {1}  # 3 and 5 stood in for 2 and 6
 
 
 # ---- choice ----
@@ -166,14 +169,14 @@ def test_the_choice_is_the_fastest_of_each_domain() -> None:
         (SweepStage("chains", (), 0.0, 1), swept(chains)),
         (SweepStage("trees", (), 0.0, 1), swept(slow_day)),
     ]
-    found = {c["task"]: c for c in select_fastest_settings(stages, 0)}
-    assert found["code"]["k"] == 6
-    assert found["code"]["speedup"] == pytest.approx(6.0)
-    assert found["code"]["guide"] is not None
-    assert found["prose"]["tree"] == {"paths": [[0], [1], [0, 0]]}
-    assert found["prose"]["k"] == 2
-    assert found["prose"]["speedup"] == pytest.approx(3.0)
-    assert found["all"]["prompts"] == 8
+    found = {c.task: c for c in select_fastest_settings(stages, 0)}
+    assert found["code"].k == 6
+    assert found["code"].speedup.value == pytest.approx(6.0)
+    assert found["code"].guide is not None
+    assert found["prose"].tree == TreeRecord(paths=[[0], [1], [0, 0]])
+    assert found["prose"].k == 2
+    assert found["prose"].speedup.value == pytest.approx(3.0)
+    assert found["all"].prompts == 8
 
 
 def test_served_lengths_are_those_of_chains() -> None:
@@ -201,20 +204,23 @@ def test_served_lengths_are_those_of_chains() -> None:
         ),
         stage(8, 0.0, {Method("d", k=8): 7}),
     ]
-    tuned = {
-        "drafts": {"d": "ab", "lossy": "ab", "other": "cd"},
-        "chosen": select_fastest_settings(stages, 0),
-        "cells": [cell for one in stages for cell in sweep_cells(*one, 0)],
-    }
-    found = fastest_chains(tuned, "ab")
-    assert [(c["temperature"], c["task"], c["k"]) for c in found] == [
+    tuned = TunedReport(
+        schema=1,
+        target=TargetRecord("t"),
+        drafts={"d": "ab", "lossy": "ab", "other": "cd"},
+        chosen=select_fastest_settings(stages, 0),
+        predictions=summarize_predictions([]),
+        cells=[cell for one in stages for cell in sweep_cells(*one, 0)],
+    )
+    found = tuned.fastest_chains("ab")
+    assert [(c.cell.temperature, c.cell.task, c.cell.k) for c in found] == [
         (0.0, "all", 3), (0.0, "code", 3), (0.0, "prose", 3), (1.0, "all", 5), (1.0, "code", 5), (1.0, "prose", 5),
     ]  # fmt: skip
-    assert found[0]["tried"] == [2, 3]
-    assert found[0]["speedup"] == pytest.approx(2.0)
-    assert found[0]["held_out"] is None  # the tree was chosen
-    assert found[3]["held_out"] == pytest.approx(2.0)
-    assert fastest_chains(tuned, "cd") == []
+    assert found[0].tried == [2, 3]
+    assert found[0].cell.speedup.value == pytest.approx(2.0)
+    assert found[0].held_out is None  # the tree was chosen
+    assert found[3].held_out == pytest.approx(2.0)
+    assert tuned.fastest_chains("cd") == []
 
 
 def test_the_held_out_speedup_is_not_flattered() -> None:
@@ -229,9 +235,9 @@ def test_the_held_out_speedup_is_not_flattered() -> None:
                 sample(i, [(k, 0)] * 50, 10 * rng.uniform(0.7, 1.3)) for i in range(8)
             ]
         options = [(arm, own) for arm in own if arm != PLAIN_DECODING]
-        best = fastest_setting([swept(own)], "d", "all", 0)
+        best = fastest_setting([swept(own)], "d", "all", 0, temperature=0.0, batch_size=1)
         assert best is not None
-        lucky.append(best["speedup"])
+        lucky.append(best.speedup.value)
         honest.append(held_out_speedup(options))
     assert sum(lucky) / len(lucky) > 1.08
     assert sum(honest) / len(honest) == pytest.approx(1.0, abs=0.03)
@@ -300,8 +306,8 @@ def test_paths_make_the_tree_again(nodes: int) -> None:
     """Catches a tree that a configuration file cannot carry."""
     tree = optimal_static_tree([[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.3]], nodes)
     assert tree_from_paths(tree_paths(tree)) == tree
-    assert describe_tree(tree) == {"paths": tree_paths(tree)}
-    assert describe_tree(DynamicTree(2, 5)) == {"width": 2, "nodes": 5}
+    assert describe_tree(tree) == TreeRecord(paths=tree_paths(tree))
+    assert describe_tree(DynamicTree(2, 5)) == TreeRecord(2, 5)
     assert describe_tree(None) is None
 
 

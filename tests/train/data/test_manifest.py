@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from decode.common.errors import UserError
+from decode.common.typed_json import to_json
 from tests import worlds
 from train.data.manifest import (
     Manifest,
@@ -183,11 +184,11 @@ def test_manifest_comes_back_as_written(tmp_path: Path) -> None:
     [
         (None, "holds no set"),
         ("{", "is not valid JSON"),
-        ("[]", "lacks target"),
-        ('{"target": "x"}', "lacks revision"),
-        (json.dumps(dataclasses.asdict(MANIFEST) | {"shards": [1]}), "is damaged"),
-        (json.dumps(dataclasses.asdict(MANIFEST) | {"shards": {"a": 1}}), "is damaged"),
-        (json.dumps(dataclasses.asdict(MANIFEST) | {"counts": 3}), "is damaged"),
+        ("[]", "is damaged .it is not a mapping."),
+        ('{"target": "x"}', "is damaged .it has no 'revision'."),
+        (json.dumps(to_json(MANIFEST) | {"shards": [1]}), "is damaged"),
+        (json.dumps(to_json(MANIFEST) | {"shards": {"a": 1}}), "is damaged"),
+        (json.dumps(to_json(MANIFEST) | {"counts": 3}), "is damaged"),
     ],
 )
 def test_bad_manifest_is_named(tmp_path: Path, text: str | None, message: str) -> None:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.checkpoints import layouts
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts import drafting
-from decode.drafts.base import METADATA_FILE, Draft, DraftContext
+from decode.drafts.base import Draft, DraftContext
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model
 from decode.drafts.medusa import MedusaModel
 from decode.drafts.registry import load_draft

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import read_metadata
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
@@ -283,7 +283,7 @@ def test_training_raises_acceptance_and_keeps_the_target_close() -> None:
     items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(prompts)]
     drift = measure_target_drift(old, own, items, 24, 4, 0)
     lost = measure_target_drift(old, tiny_target(noisy(model, 0.1)), items, 24, 4, 0)
-    assert 0 < drift["kl"] < lost["kl"]
+    assert 0 < drift.kl < lost.kl
 
 
 # ---- the command ----
@@ -344,8 +344,9 @@ def test_the_saved_folder_is_target_and_draft(world: World, trained: Path) -> No
     drafted = decode(target, draft, prompts, k=3, max_new_tokens=16)
     assert [o.output_ids for o in drafted] == [o.output_ids for o in plain]
     facts = read_metadata(str(trained))
-    assert facts["family"] == "layerskip2"
-    assert facts["original_target"]["name"] == str(world.target)
+    assert facts.family == "layerskip2"
+    assert facts.original_target is not None
+    assert facts.original_target.name == str(world.target)
     with pytest.raises(UserError, match="early-exit with `layers: 1`"):
         load_draft(str(trained), load_target(str(world.target), "cpu"))
 

@@ -9,9 +9,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts import medusa
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.engine.engine import decode
 from decode.model.layer_stack import layer_stack
@@ -174,13 +174,13 @@ def test_quality_tells_how_far_a_target_moved() -> None:
     old, same, moved = (tiny_target(m) for m in (model, model, noisy(model, 0.1)))
     items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(6, 9, 4))]
     equal = measure_target_drift(old, same, items, 16, 2, 0)
-    assert equal["kl"] == pytest.approx(0, abs=1e-6)
-    assert equal["same_top1"] == 1.0
-    assert equal["perplexity_old"] == pytest.approx(equal["perplexity_new"])
-    assert equal["tokens"] == 48
+    assert equal.kl == pytest.approx(0, abs=1e-6)
+    assert equal.same_top1 == 1.0
+    assert equal.perplexity_old == pytest.approx(equal.perplexity_new)
+    assert equal.tokens == 48
     apart = measure_target_drift(old, moved, items, 16, 2, 0)
-    assert apart["kl"] > 0.01
-    assert apart["same_top1"] < 1.0
-    assert apart["perplexity_new"] > apart["perplexity_old"]
-    low, high = apart["log_perplexity_change_ci"]
-    assert 0 < low <= apart["log_perplexity_change"] <= high
+    assert apart.kl > 0.01
+    assert apart.same_top1 < 1.0
+    assert apart.perplexity_new > apart.perplexity_old
+    change, (low, high) = apart.log_perplexity_change
+    assert 0 < low <= change <= high

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from decode.checkpoints import importers
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.checkpoints.layouts import read_config
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.mtp import MtpDraft
 from decode.drafts.registry import load_draft
 from decode.model.masks import SlotMask

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import decode
@@ -33,6 +34,7 @@ from train.families.causal import CausalTrainer
 from train.families.settings.base import FamilySettings, vocab_size
 from train.families.settings.causal import CausalSettings
 from train.hub import publish
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 from train.losses import chunked_sums
 from train.losses.objective import Criterion, DivergenceConfig
@@ -333,7 +335,9 @@ def test_a_draft_of_all_tokens_has_no_ids_of_an_earlier_run(
 
 def test_it_is_published_with_its_ids(reduced: Path, target: Target, tmp_path: Path) -> None:
     """Catches a published draft that lacks the file, and a card that does not say what engines do."""
-    publish.build_draft_folder(reduced, None, None, "me/draft", HubLabels(), tmp_path / "hub")
+    publish.build_draft_folder(
+        reduced, Evidence(), "me/draft", HubLabels(), tmp_path / "hub", DistillConfig
+    )
     assert ids_of(tmp_path / "hub") == ids_of(reduced)
     assert facts_of(tmp_path / "hub")["vocabulary"] == facts_of(reduced)["vocabulary"]
     assert draft_sha256(str(tmp_path / "hub")) == draft_sha256(str(reduced))

@@ -294,7 +294,11 @@ INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]]
         {"code, temperature 0, batch 1": figures(0), "prose, temperature 1, batch 1": figures(1)},
     ),
     "a method at one temperature only": (
-        [{}, {"temperature": 1.0}, {"name": "eagle3-tree", "tree": [2, 1], "temperature": 1.0}],
+        [
+            {},
+            {"temperature": 1.0},
+            {"name": "eagle3-tree", "tree": {"width": 2, "nodes": 1}, "temperature": 1.0},
+        ],
         {
             "all, temperature 0, batch 1": figures(0),
             "all, temperature 1, batch 1": figures(1) | figures(2, "eagle3-tree"),

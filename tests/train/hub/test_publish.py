@@ -17,8 +17,8 @@ import yaml
 from huggingface_hub import DatasetCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
@@ -29,7 +29,9 @@ from tests.hub import Hub
 from tests.worlds import Done, World
 from train.data import sample_store
 from train.data.manifest import Manifest, load_set, write_manifest
+from train.distill import DistillConfig
 from train.hub import publish, upload
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 
 COMMAND = "scripts/publish.py"
@@ -40,7 +42,7 @@ def made(
 ) -> Path:
     out = tmp_path / "out"
     return publish.build_draft_folder(
-        folder, report, referee, "me/x", HubLabels(**labels), out
+        folder, Evidence(report, referee), "me/x", HubLabels(**labels), out, DistillConfig
     ).path
 
 
@@ -212,8 +214,13 @@ def test_tuned_lengths_are_served(tmp_path: Path) -> None:
     cards = []
     for ks in ({"all": 3, "code": 6, "prose": 2}, {"all": 3, "code": 3, "prose": 3}):
         out = publish.build_draft_folder(
-            folder, drafts.report(sha), None, "me/x", HubLabels(), tmp_path / "out", tuned=drafts.tuned(sha, ks)
-        ).path  # fmt: skip
+            folder,
+            Evidence(drafts.report(sha), tuned=drafts.tuned(sha, ks)),
+            "me/x",
+            HubLabels(),
+            tmp_path / "out",
+            DistillConfig,
+        ).path
         assert '"num_speculative_tokens": 3' in (out / "serving" / "vllm.sh").read_text()
         assert "max_draft_len: 3" in (out / "serving" / "trtllm.yml").read_text()
         assert {"tuned.json", "images/acceptance-t0-b1.svg"} <= files_of(out)
@@ -250,7 +257,8 @@ def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
     folder = drafts.draft(tmp_path / "d")
     sha = drafts.sha_of(folder)
     measured = {
-        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
+        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position": [0.5] * 4,
+        "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
         "mean_accept_length": {"pooled": 2.1, "ci": [1.2, 2.9], "per_request": 2.2, "per_request_ci": None},
         "draft": f"{tmp_path}/d", "k": 4,
     }  # fmt: skip
@@ -308,10 +316,10 @@ def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
     [
         ({"family": "medusa"}, "is not of family eagle3 and tokenizer 33c2eb365440cc00"),
         ({"target": {"name": "x", "tokenizer": "0" * 16}}, "is not of family eagle3 and tokenizer"),
-        ({"target": None}, "target has no 'name'"),
+        ({"target": None}, "target is not a mapping"),
         ({"points": None}, "is not data_curve.json of scripts/lab/data_curve.py"),
         ({"points": []}, "has no points"),
-        ({"worth": "much"}, "data_curve.json: worth is not a number"),
+        ({"worth": "much"}, "worth is not a number"),
     ],
 )
 def test_data_curves_of_other_drafts_are_refused(
@@ -369,9 +377,18 @@ def test_every_file_that_the_card_cites_is_there(
 
     def build() -> Path:
         return publish.build_draft_folder(
-            folder, drafts.report(sha), drafts.referee(sha), "me/x", HubLabels(), tmp_path / "out",
-            tuned=drafts.tuned(sha, {"all": 3, "code": 6}), forecast=drafts.forecast(sha),
-        ).path  # fmt: skip
+            folder,
+            Evidence(
+                drafts.report(sha),
+                drafts.referee(sha),
+                tuned=drafts.tuned(sha, {"all": 3, "code": 6}),
+                forecast=drafts.forecast(sha),
+            ),
+            "me/x",
+            HubLabels(),
+            tmp_path / "out",
+            DistillConfig,
+        ).path
 
     if lost is None:
         assert set(CITED) <= files_of(build())
@@ -434,7 +451,7 @@ def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
         made(tmp_path, folder)
     for out in (folder, folder / "checkpoints", tmp_path):
         with pytest.raises(UserError, match="one inside the other|contains other files"):
-            publish.build_draft_folder(folder, None, None, "me/x", HubLabels(), out)
+            publish.build_draft_folder(folder, Evidence(), "me/x", HubLabels(), out, DistillConfig)
     (tmp_path / "out" / "thesis.tex").unlink()
     out = made(tmp_path, folder)
     (out / "serving" / "old.sh").write_text("x")
@@ -602,7 +619,7 @@ def api(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def folder_of(tmp_path: Path, family: str = "eagle3", name: str = "d") -> upload.PublishFolder:
     folder = drafts.draft(tmp_path / name, family)
     return publish.build_draft_folder(
-        folder, None, None, "me/x", HubLabels(), tmp_path / f"out-{name}"
+        folder, Evidence(), "me/x", HubLabels(), tmp_path / f"out-{name}", DistillConfig
     )
 
 
@@ -620,7 +637,9 @@ def test_published_drafts_are_loaded_back(api: Hub, world: World, tmp_path: Path
         ("eagle", head(tmp_path / "b", world)),
     ):
         repo = f"me/{name}"
-        folder = publish.build_draft_folder(draft, None, None, repo, HubLabels(), tmp_path / name)
+        folder = publish.build_draft_folder(
+            draft, Evidence(), repo, HubLabels(), tmp_path / name, DistillConfig
+        )
         upload.push(folder, repo, private=False)
         loaded = load_draft(repo, target)
         assert loaded.name == ("causal" if name == "lm" else "eagle3")
@@ -643,7 +662,7 @@ def test_heads_for_another_tokenizer_are_refused_by_hub_name(
 ) -> None:
     """Catches a check that looks for draftsmith.json in a folder of the hub's name, finds none, and lets all pass."""
     folder = publish.build_draft_folder(
-        head(tmp_path / "b", world), None, None, "me/e", HubLabels(), tmp_path / "e"
+        head(tmp_path / "b", world), Evidence(), "me/e", HubLabels(), tmp_path / "e", DistillConfig
     )
     upload.push(folder, "me/e", private=False)
     with pytest.raises(UserError, match="disagree on token ids"):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,41 +12,44 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from decode.checkpoints.draft_folder import METADATA_FILE, DraftMetadata
 from decode.common.errors import UserError
 from decode.common.files import read_json
-from decode.drafts.base import METADATA_FILE
+from decode.common.published import PRIVATE
+from decode.common.settings import OneOf
+from decode.common.typed_json import arms_of, fields_of
 from decode.model.fingerprint import ModelFingerprint
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
 from train.data import sample_store
 from train.data.manifest import Manifest, read_manifest, write_manifest
+from train.data.mixture import DataManifests
 from train.distill import DistillConfig
-from train.families.registry import TRAINED_FAMILIES
-from train.hub import publish, published_fields, redaction, upload
+from train.hub import publish, redaction, upload
+from train.hub.evidence import Evidence
 from train.hub.published_fields import (
     DATA_CURVE,
     FORECAST,
-    MANIFEST,
     PROFILE,
     REFEREE,
     REPORT,
     TUNED,
-    draft_schema,
 )
 from train.hub.redaction import Names
 from train.hub.upload import HubLabels
 
 SCHEMAS = {
-    "draftsmith.json": draft_schema({}),
-    "draftsmith.json of several sets": draft_schema({"data_manifest": []}),
+    "draftsmith.json": DraftMetadata,
+    "training": DistillConfig,
+    "data_manifest": DataManifests,
     "report.json": REPORT,
     "tuned.json": TUNED,
     "referee.json": REFEREE,
     "data_curve.json": DATA_CURVE,
     "forecast.json": FORECAST,
     "speculation_profile.json": PROFILE,
-    "manifest.json": MANIFEST,
+    "manifest.json": Manifest,
 }
 LEFT_OUT = (
     "features",
@@ -68,18 +71,26 @@ LEFT_OUT = (
 def documents(schema: Any, planted: str) -> Iterator[Any]:
     """For every field of the schema a document that has only this field, with `planted` in it; and for every mapping
     one that has `planted` as a key, and one with an unknown field."""
-    if isinstance(schema, Names):
-        yield {planted: 1.0}
-        yield from ({"a": inner} for inner in documents(schema.values, planted))
-    elif isinstance(schema, dict):
-        yield {planted: 1.0}
-        yield {"unknown": planted}
-        for key, kind in schema.items():
-            yield from ({key: inner} for inner in documents(kind, planted))
-    elif isinstance(schema, list):
-        yield from ([inner] for inner in documents(schema[0], planted))
-    else:
-        yield planted
+    arms: list[Any] = [schema] if isinstance(schema, dict | list | Names) else []
+    for arm, marks in () if arms else arms_of(schema):
+        groups = [mark for mark in marks if isinstance(mark, OneOf)]
+        arms += [cls for group in groups for cls in group.classes.values()] or [arm]
+    for arm in arms:
+        items = arm if isinstance(arm, list) else get_args(arm)
+        if isinstance(arm, Names) or get_origin(arm) is dict:
+            yield {planted: 1.0}
+            inner = arm.values if isinstance(arm, Names) else items[1]
+            yield from ({"a": inner} for inner in documents(inner, planted))
+        elif isinstance(arm, dict) or dataclasses.is_dataclass(arm):
+            yield {planted: 1.0}
+            yield {"unknown": planted}
+            fields = [f.keys for f in fields_of(arm)] if dataclasses.is_dataclass(arm) else [arm]
+            for key, kind in [pair for keys in fields for pair in keys.items()]:
+                yield from ({key: inner} for inner in documents(kind, planted))
+        elif isinstance(arm, list) or get_origin(arm) in (list, tuple):
+            yield from ([inner] for inner in documents(items[0], planted))
+        else:
+            yield planted
 
 
 def published(document: Any, schema: Any, file: str) -> tuple[Any, str]:
@@ -121,18 +132,20 @@ def test_private_values_do_not_pass() -> None:
     }
     for value, shown in private.items():
         facts = {"target": {"name": value}, "argv": [value], "wandb_url": value, "host": value}
-        assert redaction.select(facts, draft_schema(facts), "x") == {"target": {"name": shown}}
+        assert redaction.select(facts, DraftMetadata, "x") == {"target": {"name": shown}}
 
 
 @pytest.mark.parametrize("content", [3, "x", True, float("nan"), [1], {"a": 1}, [["x"]]])
 def test_fields_of_another_type_are_refused(content: Any) -> None:
     """Catches a number that is a text, a list that is a mapping; a message without the field's name."""
     wrong = 0
-    for key, kind in {**REPORT, **draft_schema({})}.items():
-        if isinstance(content, int) and kind in (published_fields.number, published_fields.flag):
-            continue
-        _, line = published({key: content}, {key: kind}, "report.json")
+    for key in REPORT:
+        _, line = published({key: content}, REPORT, "report.json")
         assert line == "" or f"report.json: {key}" in line
+        wrong += line != ""
+    for field in fields_of(DraftMetadata):
+        _, line = published({field.name: content}, DraftMetadata, METADATA_FILE)
+        assert line == "" or f"{METADATA_FILE}: {field.name}" in line
         wrong += line != ""
     assert wrong >= 10
 
@@ -141,14 +154,14 @@ def test_commits_and_checksums_are_shortened_unless_they_are_the_drafts_own() ->
     """Catches a key of 40 or 64 digits in a field for commits."""
     long = "0123456789abcdef" * 4
     facts = {"git": f"{long[:40]}+dirty", "draft_sha256": long, "tokenizer_hash": long[:16]}
-    chosen = redaction.select(facts, draft_schema(facts), "x", {long})
+    chosen = redaction.select(facts, DraftMetadata, "x", {long})
     assert chosen == {
         "git": "0123456789ab+dirty",
         "draft_sha256": long,
         "tokenizer_hash": long[:16],
     }
     target = {"target": {"name": "org/t", "revision": long[:40]}}
-    assert redaction.select(target, draft_schema({}), "x")["target"]["revision"] == long[:12]
+    assert redaction.select(target, DraftMetadata, "x")["target"]["revision"] == long[:12]
 
 
 def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
@@ -160,7 +173,7 @@ def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
         facts["training"]["revision"] = asked
         (folder / METADATA_FILE).write_text(json.dumps(facts))
         out = publish.build_draft_folder(
-            folder, None, None, "me/x", HubLabels(), tmp_path / f"out{number}"
+            folder, Evidence(), "me/x", HubLabels(), tmp_path / f"out{number}", DistillConfig
         ).path
         shown = (out / "serving" / "vllm.sh").read_text()
         assert (commit in shown) is (asked is not None)
@@ -200,31 +213,10 @@ def lost(before: Any, after: Any) -> Iterator[str]:
             yield from lost(a, b)
 
 
-def test_every_training_setting_is_published_or_private() -> None:
-    """Catches a new setting that nobody decided about."""
-
-    def names(settings: Any, prefix: str = "") -> Iterator[str]:
-        for field in dataclasses.fields(settings):
-            inner = field.type if dataclasses.is_dataclass(field.type) else None
-            if f"{prefix}{field.name}" in LEFT_OUT:
-                continue
-            if field.name == "draft":
-                for family in TRAINED_FAMILIES.values():
-                    yield from names(family, "draft.")
-                continue
-            if inner is not None:
-                yield from names(inner, f"{prefix}{field.name}.")
-            else:
-                yield f"{prefix}{field.name}"
-
-    def known(schema: Any, prefix: str = "") -> Iterator[str]:
-        for key, kind in schema.items():
-            if isinstance(kind, dict):
-                yield from known(kind, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}"
-
-    assert set(known(published_fields.TRAINING)) == set(names(DistillConfig))
+def test_private_training_settings_stay_private() -> None:
+    """Catches a setting of its maker's that loses its mark."""
+    private = {field.name for field in fields_of(DistillConfig) if PRIVATE in field.marks}
+    assert private == set(LEFT_OUT)
 
 
 # ---- whole folders ----
@@ -249,11 +241,19 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
     for entry in report["methods"]:
         entry |= extra
     result = publish.build_draft_folder(
-        folder, report, drafts.referee(sha) | extra, "me/x", HubLabels(), tmp_path / "out",
-        tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
-        data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
-        forecast=drafts.forecast(sha) | extra | {"costs": extra, "schedules": [extra]},
-    )  # fmt: skip
+        folder,
+        Evidence(
+            report,
+            drafts.referee(sha) | extra,
+            tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
+            data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
+            forecast=drafts.forecast(sha) | extra | {"costs": extra, "schedules": [extra]},
+        ),
+        "me/x",
+        HubLabels(),
+        tmp_path / "out",
+        DistillConfig,
+    )
     shown = " ".join(map(str, result.left_out))
     for path in result.path.rglob("*"):
         shown += str(path) + (path.read_bytes().decode(errors="replace") if path.is_file() else "")
@@ -266,7 +266,9 @@ def test_a_leak_is_told_by_its_input_and_field(tmp_path: Path) -> None:
     report = drafts.report(drafts.sha_of(folder))
     report["methods"][2]["task"] = MARKED["GitHub"]
     with pytest.raises(UserError, match=r"^report.json: methods\[2\].task holds .* a GitHub token"):
-        publish.build_draft_folder(folder, report, None, "me/x", HubLabels(), tmp_path / "out")
+        publish.build_draft_folder(
+            folder, Evidence(report), "me/x", HubLabels(), tmp_path / "out", DistillConfig
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 
@@ -281,7 +283,9 @@ def test_names_on_the_command_line_hold_no_secret(tmp_path: Path, setting: str) 
         if setting == "base_model" and not upload.is_repo_id(value):
             continue  # it is not used
         with pytest.raises(UserError) as caught:
-            publish.build_draft_folder(folder, None, None, repo, labels, tmp_path / "out")
+            publish.build_draft_folder(
+                folder, Evidence(), repo, labels, tmp_path / "out", DistillConfig
+            )
         assert secret_part(secret) not in str(caught.value)
 
 
@@ -464,6 +468,6 @@ def test_published_shards_name_their_target(tmp_path: Path) -> None:
         write_manifest(samples, manifest)
         out = build(samples, tmp_path / f"out{number}")
         assert sample_store.targets_in(out) == [expected]
-        assert read_manifest(out).targets() == [expected]
+        assert read_manifest(out).fingerprints == [expected]
         copied = (out / "shards" / "0001.parquet").read_bytes()
         assert (copied == path.read_bytes()) == (target == expected)

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from decode.common.errors import UserError
+from decode.common.typed_json import from_json, to_json
 from decode.serving import vllm_engine
 from decode.serving.engine import ServedDraft
 from decode.serving.vllm_engine import VLLM
-from eval.tuning.selection import fastest_chains
+from eval.results.tuned import TunedReport
 from tests.drafts import entry, tuned
 from train.hub.serving import build_serving_configs, choose_k, served_arguments
 
@@ -158,7 +159,8 @@ def test_k_is_the_fastest_measured() -> None:
 
 def test_a_tuned_k_is_served() -> None:
     """Catches a K of the report, which measures one, where ten were tuned."""
-    chains = fastest_chains(tuned("a", {"all": 3, "code": 6}), "a")
+    found = from_json(TunedReport, tuned("a", {"all": 3, "code": 6})).fastest_chains("a")
+    chains = [{**to_json(c.cell), "tried": c.tried} for c in found]
     k, why = choose_k([entry("x", "a", k=4, speedup=1.5)], recipe(9), {}, chains)
     assert k == 3
     assert "the fastest of [2, 3, 4, 5, 6] that eval/tune.py tried (1.73× [1.62, 1.84]" in why

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from decode.common import files
+from decode.common.published import published
 from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import Ids, StandIn, serving
@@ -19,9 +20,7 @@ from tests.train.test_sample_command import Rows, ids_of, rows_of, shard_files, 
 from tests.train.test_sample_origins import world as chat_world  # noqa: F401 (a fixture)
 from tests.worlds import CONTEXT, Done, World, contents
 from train.data import sample_store
-from train.data.manifest import load_set, read_manifest
-from train.hub import redaction
-from train.hub.published_fields import MANIFEST
+from train.data.manifest import Manifest, load_set, read_manifest
 
 COMMAND = "train/sample.py"
 KEY = "k3y-" + "Zq7" * 8
@@ -215,8 +214,8 @@ def test_no_more_requests_at_a_time_than_asked(
     assert server.most_open == 3
     # Bug: publishing a set that a server sampled is refused because of an unknown count.
     content = files.read_json(tmp_path / "out" / "manifest.json")
-    published = redaction.select(content, MANIFEST, "manifest.json")
-    assert (published["counts"], published["engine"]) == (content["counts"], "openai")
+    shown = published(content, Manifest, "manifest.json")
+    assert (shown["counts"], shown["engine"]) == (content["counts"], "openai")
 
 
 def test_a_server_with_a_short_context(world: World, server: StandIn, tmp_path: Path) -> None:

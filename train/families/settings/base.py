@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from decode.common.errors import UserError
+from decode.common.published import Place, Word
 from decode.common.ranges import CountOrZero
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ DEFAULT_VOCAB = 32_000
 class FamilySettings:
     """What the draft is and where its weights start."""
 
-    family: str = ""
+    family: Word = ""
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
     target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. mtp: a multi-token prediction
     layer, the target's own or a new one. layerskip: an exit of the target after its first layers. medusa2: Medusa heads
@@ -64,7 +65,7 @@ class FamilySettings:
 class HeadSettings(FamilySettings):
     """Heads on the target's hidden states, new ones or saved ones."""
 
-    init: str = ""
+    init: Place = ""
     """Folder of a draft whose training to continue."""
 
     @property

@@ -1,9 +1,10 @@
 """The settings of a small language model as draft."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from decode.common.errors import UserError
+from decode.common.published import Name, Option, Place
 from decode.common.ranges import Count, CountOrZero, at_least
 from train.families.settings.base import FamilySettings
 
@@ -18,7 +19,7 @@ class CausalSettings(FamilySettings):
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"scratch": "init_config"}
 
     family: Literal["causal"] = "causal"
-    init: str = ""
+    init: Place = ""
     """Folder or Hub name of a small language model with the target's tokenizer."""
     layers: list[CountOrZero] = field(default_factory=list)
     """Layers of init that stay, such as [0, 11]; without init the target's become the draft."""
@@ -27,7 +28,7 @@ class CausalSettings(FamilySettings):
     costs least acceptance on the samples. 0: all, or those in layers."""
     choice_tokens: Count = 2048
     """keep_layers: tokens of the samples' answers on which each layer is tried."""
-    init_config: dict[str, Any] = field(default_factory=dict)
+    init_config: dict[Name, Option] = field(default_factory=dict)
     """Instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
     num_hidden_layers: 4}."""
     lora_rank: Annotated[int, at_least(0, 4096)] = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from decode.common.published import Place
 from decode.common.ranges import at_least
 from train.families.settings.base import HeadSettings
 
@@ -15,7 +16,7 @@ class MtpSettings(HeadSettings):
     """A layer of the target's own kind that continues its final hidden states."""
 
     family: Literal["mtp"] = "mtp"
-    init: str = ""
+    init: Place = ""
     """Folder of a draft whose training to continue, or of a target which has such a layer."""
     steps: Annotated[int, at_least(1, 64)] = 7
     """How many times each slot is run in training (training-time test)."""

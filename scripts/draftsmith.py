@@ -1,0 +1,79 @@
+"""One command over all others: `draftsmith eval --help` is `python eval/run.py --help`.
+
+    draftsmith sample --target T --sources '[{kind: file, path: prompts.jsonl}]' --out S
+    draftsmith doctor S --target T
+    draftsmith train --config configs/distill/qwen3-8b-eagle3.yaml   # several GPUs: accelerate launch train/distill.py
+    draftsmith eval --target T --methods ngram --tasks humaneval
+    draftsmith ls families | tasks | recipes | engines
+
+It is installed by `pip install -e .` and runs the files of that checkout, in the folder where it is called.
+"""
+
+import runpy
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = {
+    "sample": ("train/sample.py", "the target answers prompts"),
+    "prompts": ("train/write_prompts.py", "a model writes prompts"),
+    "doctor": ("train/doctor.py", "is the data sound?"),
+    "train": ("train/distill.py", "train a draft on the answers"),
+    "eval": ("eval/run.py", "measure acceptance, speed-up, losslessness"),
+    "tune": ("eval/tune.py", "which K, tree and batch size?"),
+    "forecast": ("eval/forecast.py", "what would another engine accept?"),
+    "advise": ("eval/advise.py", "is it worth serving, by the report?"),
+    "load": ("eval/load.py", "a server with the draft and without, under load"),
+    "rescore": ("eval/rescore.py", "an engine's log by the same definitions"),
+    "transfer": ("eval/transfer.py", "does the draft fit a changed target?"),
+    "generate": ("decode/generate.py", "one prompt, each token coloured by its origin"),
+    "check": ("scripts/check_draft.py", "would an engine read the draft's files right?"),
+    "audit": ("scripts/audit.py", "served badly: what is read otherwise?"),
+    "export": ("scripts/export.py", "other projects' formats, GGUF"),
+    "publish": ("scripts/publish.py", "card, figures, serving lines; the Hub"),
+}
+
+
+def usage() -> str:
+    lines = [__doc__ or ""]
+    lines += [f"  {name:9} {about} ({file})" for name, (file, about) in COMMANDS.items()]
+    return "\n".join([*lines, f"  {'ls':9} families, tasks, recipes or engines"])
+
+
+def listed(what: str) -> list[str]:
+    """What there is of a kind. SystemExit for another word."""
+    if what == "recipes":
+        return sorted(str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*.yaml"))
+    if what == "tasks":
+        return sorted(file.stem for file in (ROOT / "assets" / "tasks").glob("*.yaml"))
+    if what == "engines":
+        from decode.serving.checker import ENGINES
+
+        return [f"{name} {engine.version}" for name, engine in ENGINES.items()]
+    if what == "families":
+        from decode.drafts.registry import DRAFT_FAMILIES
+
+        return list(DRAFT_FAMILIES)
+    raise SystemExit("error: draftsmith ls families, tasks, recipes or engines")
+
+
+def main() -> None:
+    """Runs the command that the first argument names."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+    elif name == "--version":
+        print(version("draftsmith"))
+    elif name == "ls":
+        print("\n".join(listed(" ".join(words))))
+    elif name in COMMANDS:
+        file = str(ROOT / COMMANDS[name][0])
+        sys.argv = [file, *words]
+        runpy.run_path(file, run_name="__main__")
+    else:
+        raise SystemExit(f"error: draftsmith {name}: no such command; {', '.join(COMMANDS)}, ls")
+
+
+if __name__ == "__main__":
+    main()
