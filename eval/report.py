@@ -21,7 +21,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.model.loading import load_tokenizer
 from eval.reporting.plots import ReportChart
-from eval.reporting.render import write_report
+from eval.reporting.render import write_pages
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
 from eval.results.report import read_report
 from eval.results.tuned import read_tuned
@@ -54,7 +54,7 @@ def main(s: ReportConfig) -> None:
             Console(stderr=True).print(f"report without token traces: {error}", highlight=False)
         else:
             traces = select_traces(report, read_outputs(folder / "outputs.jsonl"), tokenizer)
-    write_report(report, folder, traces, tuned, charts)
+    write_pages(report, folder, traces, tuned, charts)
     sys.stdout.write(f"{folder / 'report.html'}\n")
 
 

@@ -58,22 +58,26 @@ DEFINITIONS = {
 """Meaning of each term and column of a report."""
 
 
-def write_report(
+def write_report(report: EvalReport, folder: Path, traces: Sequence[TokenTrace] = ()) -> None:
+    """Writes report.json and its pages into `folder`. ValueError for NaN or infinity in the report."""
+    report = report.with_models()
+    text = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "report.json", text + "\n")
+    write_pages(report, folder, traces)
+
+
+def write_pages(
     report: EvalReport,
     folder: Path,
     traces: Sequence[TokenTrace] = (),
     tuned: TunedReport | None = None,
     charts: Sequence[ReportChart] = (),
 ) -> None:
-    """Writes report.json, report.md and report.html into `folder`, and speculation_profile.json of measured drafts.
+    """Writes report.md and report.html, and speculation_profile.json of measured drafts.
 
-    ValueError for NaN or infinity in the report.
     traces, tuned, charts: as in `render_html`.
     """
-    report = report.with_models()
-    text = json.dumps(to_json(report), indent=2, ensure_ascii=False, allow_nan=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "report.json", text + "\n")
     write_atomically(folder / "report.md", render_markdown(report))
     write_atomically(folder / "report.html", render_html(report, traces, tuned, charts))
     write_profile(speculation_profile(report), folder)

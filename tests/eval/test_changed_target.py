@@ -155,7 +155,7 @@ def test_a_journal_is_of_its_target_and_drafts(tmp_path: Path, what: str) -> Non
     assert contents(tmp_path) == before
     kept = open_journal(RunFolder(tmp_path, False), target, drafts, True)
     assert kept.get(["reference", "a"]) == [1, 2]
-    assert earlier_targets(kept) == ([] if what == "draft" else [to_json(ONE)])
+    assert earlier_targets(kept) == ([] if what == "draft" else [ONE])
     open_journal(
         RunFolder(tmp_path, False), target, drafts, False
     )  # allowed once, it is the last state

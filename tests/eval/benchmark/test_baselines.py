@@ -26,6 +26,7 @@ from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.benchmark.turns import EngineAnswer
 from eval.checks.greedy_equivalence import reference_greedy_output
+from eval.results.report import FailedPrompt
 from eval.tasks.loading import Task, TaskPrompt
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
@@ -246,20 +247,16 @@ def test_speedups_have_intervals() -> None:
     base[5] = {"error": "RuntimeError: gone"}
     e = element("hf-assisted", base=base)
     seconds = [2.0, 2.1, 2.2, 2.4, 2.5]
-    assert e["speedup"] == pytest.approx(5 / sum(seconds))
-    low, high = e["speedup_ci"]
-    assert 1 / max(seconds) < low < e["speedup"] < high < 1 / min(seconds)
-    assert e["gain"] == pytest.approx(20 / sum(seconds[:4]))
-    assert e["gain_ci"][0] < e["gain"] < e["gain_ci"][1]
-    assert e["failed"] == [{"task": "t", "id": "3", "error": "RuntimeError: no room"}]
-    assert (e["prompts"], e["tau"], e["in_turn"]) == (5, 2.5, True)
+    speedup, (low, high) = e.speedup
+    assert speedup == pytest.approx(5 / sum(seconds))
+    assert 1 / max(seconds) < low < speedup < high < 1 / min(seconds)
+    gain, (low, high) = e.gain
+    assert gain == pytest.approx(20 / sum(seconds[:4]))
+    assert low < gain < high
+    assert e.failed == [FailedPrompt("t", "3", "RuntimeError: no room")]
+    assert (e.prompts, e.tau, e.in_turn) == (5, 2.5, True)
     apart = element("vllm")
-    assert (apart["tau"], apart["in_turn"], apart["gain"], apart["gain_ci"]) == (
-        2,
-        False,
-        None,
-        None,
-    )
+    assert (apart.tau, apart.in_turn, apart.gain) == (2, False, (None, None))
 
 
 @pytest.mark.parametrize("family", ["pard", "peagle"])

@@ -16,7 +16,7 @@ from eval.reporting import render, summary
 from eval.reporting.tables import format_identical
 from eval.results.report import EvalReport, MethodResult
 from eval.results.tuned import TunedReport
-from eval.scaling.data_curve import curve_chart
+from eval.scaling.data_curve import DataCurve, curve_chart
 from tests import curves, drafts, worlds
 
 
@@ -401,7 +401,7 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
 
 
 def test_a_data_curve_is_the_last_figure(report: dict[str, Any]) -> None:
-    curve = curves.curve(lambda n: 2.4 - 8 * n**-0.7)
+    curve = from_json(DataCurve, curves.curve(lambda n: 2.4 - 8 * n**-0.7))
     page = render.render_html(parsed(report), charts=[curve_chart(curve)])
     assert captions(page) == [
         *captions(render.render_html(parsed(report))),

@@ -9,11 +9,42 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
+from decode.common.typed_json import from_json, to_json
 from eval.reporting.render import render_html
-from eval.results.report import read_report
-from eval.results.tuned import read_tuned
+from eval.results.forecast import ForecastReport
+from eval.results.report import EvalReport, read_report
+from eval.results.tuned import TunedReport, read_tuned
+from eval.scaling.data_curve import DataCurve
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+
+
+def holds(new: Any, old: Any) -> bool:
+    """Whether everything of `old` is in `new`, which may have further fields."""
+    if isinstance(old, dict):
+        return isinstance(new, dict) and all(k in new and holds(new[k], x) for k, x in old.items())
+    if isinstance(old, list):
+        return len(new) == len(old) and all(map(holds, new, old))
+    return bool(new == old)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_results_come_back_as_they_were_written(path: Path) -> None:
+    """Catches a field that is lost when an older file is read, or changed when it is written again."""
+    old = json.loads(path.read_text())
+    marks = {
+        "baseline": EvalReport,
+        "chosen": TunedReport,
+        "schedules": ForecastReport,
+        "before": DataCurve,
+    }
+    kinds = [kind for key, kind in marks.items() if key in old]
+    for kind in kinds:
+        read = from_json(kind, old)
+        written = json.loads(json.dumps(to_json(read)))
+        assert holds(written, old)
+        assert from_json(kind, written) == read
+    assert kinds or path.stem not in ("smollm2", "tuned", "data_curve_smollm2")
 
 
 def shortened() -> dict[str, Any]:
