@@ -328,7 +328,7 @@ def test_a_family_has_its_own_settings_alone(
 ) -> None:
     """Bug: --draft.family dspark --draft.steps 3 taken for an EAGLE-3 head, or a setting that nobody reads."""
     with pytest.raises(SystemExit):
-        parse_settings(DistillConfig, "", ["--draft.family", family, "--help"])
+        parse_settings(DistillConfig, "", ["--draft.family", family, "--help_all"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--draft.")]
     assert 3 <= len(lines) <= 14
     assert {line.removeprefix("--draft.") for line in lines} == set(

@@ -98,7 +98,7 @@ OUT_OF_MEMORY_ADVICE = (
 @dataclass
 class DistillConfig(RunSettings):
     COMMON: ClassVar[str] = (
-        "target data draft.family draft.init loss loop.epochs loop.steps loop.batch_size loop.micro_batch loop.lr "
+        "target data draft loss loop.epochs loop.steps loop.batch_size loop.micro_batch loop.lr "
         "loop.max_length target_dtype tracker out dry_run"
     )
 

@@ -480,9 +480,8 @@ def _help(settings: type, about: str, values: dict[str, Any], everything: bool) 
         shown = [item for one in common for item in described if _is_in(item[0], one)]
         column = max(len(name) for name, _ in shown) + 2
         for name, text in shown:
-            lines += textwrap.wrap(
-                _first_sentence(text), width, initial_indent=name.ljust(column), subsequent_indent=" " * column
-            )  # fmt: skip
+            meaning = textwrap.shorten(_first_sentence(text), width - column, placeholder=" …")
+            lines += [f"{name:{column}}{meaning}"]
         names = sum(name.startswith("--") for name, _ in described)
         lines += [
             "",
