@@ -172,7 +172,7 @@ def test_nothing_measured_gives_no_file(profile: dict[str, Any], tmp_path: Path)
 
 
 def test_all_of_it_is_published(profile: dict[str, Any]) -> None:
-    """Catches a field that the allow-list forgets, and a local path in it."""
+    """Catches a field that is private without need, and a local path in it."""
     whole = json.loads(json.dumps({**profile, "other_profiles": [profile]}))
     del whole["other_profiles"][0]["other_profiles"]
     assert published(whole, SpeculationProfile, "x", {"ab" * 32}) == whole

@@ -79,7 +79,7 @@ def documents(kind: Any, planted: str) -> Iterator[Any]:
             yield planted
 
 
-def shown(document: Any, kind: Any, file: str) -> tuple[Any, str]:
+def try_to_publish(document: Any, kind: Any, file: str) -> tuple[Any, str]:
     """(what is published of the document, the message with which it is refused), one of them empty."""
     try:
         return published(document, kind, file), ""
@@ -94,7 +94,7 @@ def test_no_field_lets_a_secret_pass(file: str) -> None:
     for name, secret in SECRETS.items():
         for document in documents(PUBLISHED[file], secret):
             tried += 1
-            chosen, line = shown(document, PUBLISHED[file], file)
+            chosen, line = try_to_publish(document, PUBLISHED[file], file)
             assert line == "" or (file in line and "\n" not in line)
             if secret_part(secret) in json.dumps([chosen, line]):
                 passed.append((name, document))
@@ -113,7 +113,7 @@ def texts_without_a_kind(kind: Any, file: str) -> list[str]:
     found = []
     for document in documents(kind, "x"):
         try:
-            shown(document, kind, file)
+            try_to_publish(document, kind, file)
         except TypeError as error:
             found.append(str(error).partition(": its field")[0])
     return found
@@ -151,7 +151,7 @@ def test_fields_of_another_type_are_refused(content: Any) -> None:
     wrong = 0
     for file in ("report.json", METADATA_FILE):
         for field in fields_of(PUBLISHED[file]):
-            _, line = shown({field.name: content}, PUBLISHED[file], file)
+            _, line = try_to_publish({field.name: content}, PUBLISHED[file], file)
             assert line == "" or f"{file}: {field.name}" in line
             wrong += line != ""
     assert wrong >= 10
