@@ -109,21 +109,22 @@ class Careless:
     rows: list[dict[Word, str | None]]
 
 
-def texts_without_a_kind(kind: Any, file: str) -> list[str]:
-    found = []
-    for document in documents(kind, "x"):
+def texts_without_a_kind(kind: Any, file: str) -> set[str]:
+    found = set()
+    for document in documents(kind, "a"):
         try:
             try_to_publish(document, kind, file)
         except TypeError as error:
-            found.append(str(error).partition(": its field")[0])
+            found.add(str(error).partition(": its field")[0])
     return found
 
 
 def test_every_text_says_what_it_holds() -> None:
     """Catches a new field of free text in a published type, which stops whoever publishes a file that has it."""
-    found = [name for file, kind in PUBLISHED.items() for name in texts_without_a_kind(kind, file)]
-    assert found == []
-    assert texts_without_a_kind(Careless, "x.json") == ["x.json: rows[0].a"]
+    assert [texts_without_a_kind(kind, file) for file, kind in PUBLISHED.items()] == [set()] * len(
+        PUBLISHED
+    )
+    assert texts_without_a_kind(Careless, "x.json") == {"x.json: rows[0].a"}
 
 
 def test_private_values_do_not_pass() -> None:
