@@ -6,17 +6,22 @@ from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
-from train.hub import redaction
-from train.hub.published_fields import DATA_CURVE, FORECAST, REFEREE, REPORT, TUNED
+from decode.common.published import published
+from eval.results.forecast import ForecastReport
+from eval.results.referee import RefereeResult
+from eval.results.report import EvalReport
+from eval.results.tuned import TunedReport
+from eval.scaling.data_curve import DataCurve
 from train.hub.report_entries import draft_entries
 
-SCHEMAS: dict[str, Any] = {
-    "report": REPORT,
-    "referee": REFEREE,
-    "tuned": TUNED,
-    "data_curve": DATA_CURVE,
-    "forecast": FORECAST,
+TYPES = {
+    "report": EvalReport,
+    "referee": RefereeResult,
+    "tuned": TunedReport,
+    "data_curve": DataCurve,
+    "forecast": ForecastReport,
 }
+"""What each file holds; the types of its fields say what of it is published."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Evidence:
         """Only the fields that are published."""
         return Evidence(
             **{
-                name: redaction.select(content, SCHEMAS[name], f"{name}.json", known)
+                name: published(content, TYPES[name], f"{name}.json", known)
                 for name, content in vars(self).items()
             }
         )
@@ -53,7 +58,7 @@ class Evidence:
 def check_forecast(forecast: Mapping[str, Any], draft: DraftMetadata) -> None:
     """UserError if it is the forecast.json of another draft, or lacks what the card shows."""
     sha = str(draft.draft_sha256)
-    found = redaction.select(forecast, FORECAST, "forecast.json", {sha})
+    found = published(forecast, ForecastReport, "forecast.json", {sha})
     other = (found["draft"] or {}).get("sha256")
     if other != sha:
         raise UserError(

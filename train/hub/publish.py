@@ -34,7 +34,7 @@ from decode.drafts.registry import saved_families
 from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
 from eval.results.report import EvalReport, MethodResult
-from eval.results.speculation_profile import speculation_profile
+from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.data.mixture import DataManifests
 from train.families.registry import family_settings
@@ -42,7 +42,6 @@ from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.evidence import Evidence, short
-from train.hub.published_fields import PROFILE
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -259,11 +258,9 @@ def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, An
     if inputs.report is None:
         return None
     entries = [from_json(MethodResult, {**entry, "draft": repo}) for entry in inputs.own_entries]
-    profile = to_json(speculation_profile(from_json(EvalReport, inputs.report), entries))
-    selected: dict[str, Any] | None = redaction.select(
-        profile, PROFILE, "speculation_profile.json", known
-    )
-    return selected
+    profile = speculation_profile(from_json(EvalReport, inputs.report), entries)
+    shown: Json | None = published(profile, SpeculationProfile, "speculation_profile.json", known)
+    return shown
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:

@@ -1,23 +1,22 @@
 """Keeps private data out of published files.
 
-`select` copies known fields of known types, so that nothing else of a file is published (the schemas are in
-published_fields.py). `check_folder` searches what was written for secrets, local paths and pickles; the forms of
-secrets are in decode/common/secret_patterns.py. `strip_local_paths` cuts local paths out of other text.
+Of results only the fields are copied whose types say what they hold (decode/common/published.py). `check_folder`
+searches what was written for secrets, local paths and pickles; the forms of secrets are in
+decode/common/secret_patterns.py. `strip_local_paths` cuts local paths out of other text.
 """
 
 import json
 import mmap
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
-from decode.common.published import Kind, Name, check_text, dotted, published
+from decode.common.published import check_text, dotted
 from decode.common.secret_patterns import environment_secrets, find_secret
 
 # Starts with /, ~, .. or a drive and has two parts at least: a single "/x" in a text is often no path. The character
@@ -31,35 +30,6 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json
 MODEL_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 """Files of other software in which a link leads to somebody's page; templates in them may contain links."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-
-
-@dataclass(frozen=True)
-class Names:
-    """The schema of a mapping from names to values of the schema `values`."""
-
-    values: Any
-
-
-def select(value: Any, schema: Any, where: str, known: Collection[str] = ()) -> Any:
-    """The fields of `value` that the schema knows; `where` names it in messages, as a file.
-
-    A schema is a mapping {field: schema}, a list [schema of the items], Names, a Kind, or a type as `published` takes
-    it. None may stand for any value. UserError that names the field, and not its value, for one of another type, and
-    for one that holds a secret.
-    """
-    if value is None:
-        return None
-    if isinstance(schema, Names):
-        keys = [published(key, Name, f"a key of {where}", known) for key in _of(dict, value, where)]
-        return {key: select(value[key], schema.values, dotted(where, key), known) for key in keys}
-    if isinstance(schema, Mapping):
-        kept = {key: kind for key, kind in schema.items() if key in _of(dict, value, where)}
-        return {k: select(value[k], kind, dotted(where, k), known) for k, kind in kept.items()}
-    if isinstance(schema, list):
-        items = enumerate(_of(list, value, where))
-        return [select(item, schema[0], f"{where}[{i}]", known) for i, item in items]
-    kind = Annotated[Any, schema] if isinstance(schema, Kind) else schema
-    return published(value, kind, where, known)
 
 
 def check_values(content: Any, where: str, known: Collection[str] = ()) -> None:
@@ -173,16 +143,6 @@ def _check_bytes(path: Path, where: str) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if any(content.find(secret.encode()) >= 0 for secret in secrets):
             raise UserError(f"{where} holds a secret of this environment: remove it and revoke it")
-
-
-def _of(kind: type, value: Any, where: str) -> Any:
-    if not isinstance(value, kind):
-        raise _wrong_type(where, "a mapping" if kind is dict else "a list")
-    return value
-
-
-def _wrong_type(where: str, what: str) -> UserError:
-    return UserError(f"{where} is not {what}: publish the file as it was written")
 
 
 def _shorten(path: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from decode.common.published import published
 from decode.common.typed_json import from_json, to_json
 from decode.engine.records import DecodeRecord
 from eval.reporting.render import write_profile
@@ -18,8 +19,6 @@ from eval.results.speculation_profile import (
     validate,
 )
 from tests import drafts
-from train.hub import redaction
-from train.hub.published_fields import PROFILE
 
 PROPOSED = {
     "schema_version": str, "measured": bool, "method": str, "draft_checkpoint": dict, "target_model": dict,
@@ -173,10 +172,10 @@ def test_nothing_measured_gives_no_file(profile: dict[str, Any], tmp_path: Path)
 
 
 def test_all_of_it_is_published(profile: dict[str, Any]) -> None:
-    """Catches a field that the allow-list forgets, and a local path in it."""
+    """Catches a field that is private without need, and a local path in it."""
     whole = json.loads(json.dumps({**profile, "other_profiles": [profile]}))
     del whole["other_profiles"][0]["other_profiles"]
-    assert redaction.select(whole, PROFILE, "x", {"ab" * 32}) == whole
+    assert published(whole, SpeculationProfile, "x", {"ab" * 32}) == whole
     secret = {**whole, "draft_checkpoint": {"name": "/home/alice/drafts/mine", "sha256": None}}
-    shown = redaction.select(secret, PROFILE, "x")["draft_checkpoint"]
+    shown = published(secret, SpeculationProfile, "x")["draft_checkpoint"]
     assert shown == {"name": "mine", "sha256": None}

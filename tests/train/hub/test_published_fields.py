@@ -15,10 +15,11 @@ from transformers import AutoTokenizer
 from decode.checkpoints.draft_folder import METADATA_FILE, DraftMetadata
 from decode.common.errors import UserError
 from decode.common.files import read_json
-from decode.common.published import PRIVATE
+from decode.common.published import PRIVATE, Name, Private, Word, published
 from decode.common.settings import OneOf
 from decode.common.typed_json import arms_of, fields_of
 from decode.model.fingerprint import ModelFingerprint
+from eval.results.speculation_profile import SpeculationProfile
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
@@ -27,28 +28,15 @@ from train.data.manifest import Manifest, read_manifest, write_manifest
 from train.data.mixture import DataManifests
 from train.distill import DistillConfig
 from train.hub import publish, redaction, upload
-from train.hub.evidence import Evidence
-from train.hub.published_fields import (
-    DATA_CURVE,
-    FORECAST,
-    PROFILE,
-    REFEREE,
-    REPORT,
-    TUNED,
-)
-from train.hub.redaction import Names
+from train.hub.evidence import TYPES, Evidence
 from train.hub.upload import HubLabels
 
-SCHEMAS = {
+PUBLISHED: dict[str, Any] = {
     "draftsmith.json": DraftMetadata,
     "training": DistillConfig,
     "data_manifest": DataManifests,
-    "report.json": REPORT,
-    "tuned.json": TUNED,
-    "referee.json": REFEREE,
-    "data_curve.json": DATA_CURVE,
-    "forecast.json": FORECAST,
-    "speculation_profile.json": PROFILE,
+    **{f"{name}.json": kind for name, kind in TYPES.items()},
+    "speculation_profile.json": SpeculationProfile,
     "manifest.json": Manifest,
 }
 LEFT_OUT = (
@@ -68,52 +56,75 @@ LEFT_OUT = (
 """Settings of train/distill.py that say nothing of the draft and much of its maker."""
 
 
-def documents(schema: Any, planted: str) -> Iterator[Any]:
-    """For every field of the schema a document that has only this field, with `planted` in it; and for every mapping
-    one that has `planted` as a key, and one with an unknown field."""
-    arms: list[Any] = [schema] if isinstance(schema, dict | list | Names) else []
-    for arm, marks in () if arms else arms_of(schema):
+def documents(kind: Any, planted: str) -> Iterator[Any]:
+    """For every field of the type a document that has only this field, with `planted` in it; and for every mapping one
+    that has `planted` as a key, and one with an unknown field."""
+    arms: list[Any] = []
+    for arm, marks in arms_of(kind):
         groups = [mark for mark in marks if isinstance(mark, OneOf)]
         arms += [cls for group in groups for cls in group.classes.values()] or [arm]
     for arm in arms:
-        items = arm if isinstance(arm, list) else get_args(arm)
-        if isinstance(arm, Names) or get_origin(arm) is dict:
+        items = get_args(arm)
+        if get_origin(arm) is dict:
             yield {planted: 1.0}
-            inner = arm.values if isinstance(arm, Names) else items[1]
-            yield from ({"a": inner} for inner in documents(inner, planted))
-        elif isinstance(arm, dict) or dataclasses.is_dataclass(arm):
+            yield from ({"a": inner} for inner in documents(items[1], planted))
+        elif dataclasses.is_dataclass(arm):
             yield {planted: 1.0}
             yield {"unknown": planted}
-            fields = [f.keys for f in fields_of(arm)] if dataclasses.is_dataclass(arm) else [arm]
-            for key, kind in [pair for keys in fields for pair in keys.items()]:
+            for key, kind in [pair for field in fields_of(arm) for pair in field.keys.items()]:
                 yield from ({key: inner} for inner in documents(kind, planted))
-        elif isinstance(arm, list) or get_origin(arm) in (list, tuple):
+        elif get_origin(arm) in (list, tuple):
             yield from ([inner] for inner in documents(items[0], planted))
         else:
             yield planted
 
 
-def published(document: Any, schema: Any, file: str) -> tuple[Any, str]:
+def try_to_publish(document: Any, kind: Any, file: str) -> tuple[Any, str]:
     """(what is published of the document, the message with which it is refused), one of them empty."""
     try:
-        return redaction.select(document, schema, file), ""
+        return published(document, kind, file), ""
     except UserError as error:
         return None, str(error)
 
 
-@pytest.mark.parametrize("file", SCHEMAS)
+@pytest.mark.parametrize("file", PUBLISHED)
 def test_no_field_lets_a_secret_pass(file: str) -> None:
     """Catches a field of free text, a key that is published, a message that repeats the secret."""
     tried, passed = 0, []
     for name, secret in SECRETS.items():
-        for document in documents(SCHEMAS[file], secret):
+        for document in documents(PUBLISHED[file], secret):
             tried += 1
-            chosen, line = published(document, SCHEMAS[file], file)
+            chosen, line = try_to_publish(document, PUBLISHED[file], file)
             assert line == "" or (file in line and "\n" not in line)
             if secret_part(secret) in json.dumps([chosen, line]):
                 passed.append((name, document))
     assert passed == []
     assert tried > 29 * 20
+
+
+@dataclasses.dataclass
+class Careless:
+    name: Name
+    log: Private[str]
+    rows: list[dict[Word, str | None]]
+
+
+def texts_without_a_kind(kind: Any, file: str) -> set[str]:
+    found = set()
+    for document in documents(kind, "a"):
+        try:
+            try_to_publish(document, kind, file)
+        except TypeError as error:
+            found.add(str(error).partition(": its field")[0])
+    return found
+
+
+def test_every_text_says_what_it_holds() -> None:
+    """Catches a new field of free text in a published type, which stops whoever publishes a file that has it."""
+    assert [texts_without_a_kind(kind, file) for file, kind in PUBLISHED.items()] == [set()] * len(
+        PUBLISHED
+    )
+    assert texts_without_a_kind(Careless, "x.json") == {"x.json: rows[0].a"}
 
 
 def test_private_values_do_not_pass() -> None:
@@ -132,21 +143,18 @@ def test_private_values_do_not_pass() -> None:
     }
     for value, shown in private.items():
         facts = {"target": {"name": value}, "argv": [value], "wandb_url": value, "host": value}
-        assert redaction.select(facts, DraftMetadata, "x") == {"target": {"name": shown}}
+        assert published(facts, DraftMetadata, "x") == {"target": {"name": shown}}
 
 
 @pytest.mark.parametrize("content", [3, "x", True, float("nan"), [1], {"a": 1}, [["x"]]])
 def test_fields_of_another_type_are_refused(content: Any) -> None:
     """Catches a number that is a text, a list that is a mapping; a message without the field's name."""
     wrong = 0
-    for key in REPORT:
-        _, line = published({key: content}, REPORT, "report.json")
-        assert line == "" or f"report.json: {key}" in line
-        wrong += line != ""
-    for field in fields_of(DraftMetadata):
-        _, line = published({field.name: content}, DraftMetadata, METADATA_FILE)
-        assert line == "" or f"{METADATA_FILE}: {field.name}" in line
-        wrong += line != ""
+    for file in ("report.json", METADATA_FILE):
+        for field in fields_of(PUBLISHED[file]):
+            _, line = try_to_publish({field.name: content}, PUBLISHED[file], file)
+            assert line == "" or f"{file}: {field.name}" in line
+            wrong += line != ""
     assert wrong >= 10
 
 
@@ -154,14 +162,14 @@ def test_commits_and_checksums_are_shortened_unless_they_are_the_drafts_own() ->
     """Catches a key of 40 or 64 digits in a field for commits."""
     long = "0123456789abcdef" * 4
     facts = {"git": f"{long[:40]}+dirty", "draft_sha256": long, "tokenizer_hash": long[:16]}
-    chosen = redaction.select(facts, DraftMetadata, "x", {long})
+    chosen = published(facts, DraftMetadata, "x", {long})
     assert chosen == {
         "git": "0123456789ab+dirty",
         "draft_sha256": long,
         "tokenizer_hash": long[:16],
     }
     target = {"target": {"name": "org/t", "revision": long[:40]}}
-    assert redaction.select(target, DraftMetadata, "x")["target"]["revision"] == long[:12]
+    assert published(target, DraftMetadata, "x")["target"]["revision"] == long[:12]
 
 
 def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
@@ -181,25 +189,25 @@ def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "schema", "missing"),
+    ("file", "kind", "missing"),
     [
-        ("quickstart.json", REPORT, {"argv", "settings"}),
-        ("assisted.json", REPORT, {"argv", "settings"}),
-        ("eagles_smollm2.json", REPORT, {"argv", "settings"}),
-        ("tuned.json", TUNED, {"argv", "settings", "refused"}),
-        ("referee_eagle3.json", REFEREE, {"argv"}),
+        ("quickstart.json", TYPES["report"], {"argv", "settings"}),
+        ("assisted.json", TYPES["report"], {"argv", "settings"}),
+        ("eagles_smollm2.json", TYPES["report"], {"argv", "settings"}),
+        ("tuned.json", TYPES["tuned"], {"argv", "settings", "refused"}),
+        ("referee_eagle3.json", TYPES["referee"], {"argv"}),
     ],
 )
-def test_real_reports_are_published_whole(file: str, schema: Any, missing: set[str]) -> None:
+def test_real_reports_are_published_whole(file: str, kind: Any, missing: set[str]) -> None:
     """Catches a field that eval writes and publishing forgets, and a false alarm at a real report."""
     report = read_json(ROOT / "docs" / "results" / file)
-    assert set(lost(report, redaction.select(report, schema, file))) == missing
+    assert set(lost(report, published(report, kind, file))) == missing
 
 
 def test_data_curves_are_published_whole() -> None:
     """Catches a field that the command writes and publishing forgets."""
     curve = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
-    assert set(lost(curve, redaction.select(curve, DATA_CURVE, "x"))) == {"argv"}
+    assert set(lost(curve, published(curve, TYPES["data_curve"], "x"))) == {"argv"}
 
 
 def lost(before: Any, after: Any) -> Iterator[str]:
