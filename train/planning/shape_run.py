@@ -333,7 +333,8 @@ class ShapeRun:
         self.state_bytes = memory.now[STATES]
         self.trains_target = draft.trains_target
         self.saved_in_float32 = draft.is_language_model and not draft.trains_target
-        reduced = self.trainable.metadata.get("vocabulary", {}).get("size", self.vocab)
+        vocabulary = self.trainable.metadata.get("vocabulary")
+        reduced = self.vocab if vocabulary is None else vocabulary.size
         memory.widths = {self.vocab, reduced}
         memory.weights = {p.shape for p in trained if p.ndim > 1}
 
