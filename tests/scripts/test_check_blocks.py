@@ -98,7 +98,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         trainee = config.draft.build(FamilyContext(config, own, SAMPLES))
         trainee.save(home / family)
         facts = {"family": family, "tokenizer_hash": own.fingerprint}
-        facts |= {"training": {"draft": {"taps": draft.aux_layers}}}
+        facts |= {"training": {"draft": {"taps": vars(draft).get("taps", [])}}}
         (home / family / METADATA_FILE).write_text(json.dumps(facts))
     return {family: home / family for family in DRAFTS}
 

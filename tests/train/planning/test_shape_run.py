@@ -47,7 +47,7 @@ def config(**changes: Any) -> Any:
 
 
 def settings(family: str, mixed: bool = False, **draft: Any) -> DistillConfig:
-    own = family_settings(family)(**draft).having(layers=[0, 1], steps=3, vocab=64)  # type: ignore[arg-type]
+    own = family_settings(family)().having(layers=[0, 1], steps=3, vocab=64, **draft)
     return DistillConfig(draft=own, target_dtype="bfloat16" if mixed else "float32")
 
 
