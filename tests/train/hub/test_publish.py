@@ -38,12 +38,14 @@ COMMAND = "scripts/publish.py"
 
 
 def made(
-    tmp_path: Path, folder: Path, report: Any = None, referee: Any = None, **labels: str
+    tmp_path: Path,
+    folder: Path,
+    labels: HubLabels = HubLabels(),  # noqa: B008
+    **contents: Any,
 ) -> Path:
-    out = tmp_path / "out"
-    return publish.build_draft_folder(
-        folder, Evidence(report, referee), "me/x", HubLabels(**labels), out, DistillConfig
-    ).path
+    """The published folder of a draft, with these contents of files of measurements."""
+    found, out = drafts.evidence(**contents), tmp_path / "out"
+    return publish.build_draft_folder(folder, found, "me/x", labels, out, DistillConfig).path
 
 
 def files_of(folder: Path) -> set[str]:
@@ -54,12 +56,8 @@ def test_the_folder_is_exactly_what_is_served(tmp_path: Path) -> None:
     """Catches checkpoints, logs or W&B files that go out, and weights that are not the ones of the checksum."""
     folder = drafts.draft(tmp_path / "d")
     (folder / "notes.txt").write_text("mine")
-    out = made(
-        tmp_path,
-        folder,
-        drafts.report(drafts.sha_of(folder)),
-        drafts.referee(drafts.sha_of(folder)),
-    )
+    sha = drafts.sha_of(folder)
+    out = made(tmp_path, folder, report=drafts.report(sha), referee=drafts.referee(sha))
     assert files_of(out) == {
         "README.md", "config.json", "draftsmith.json", "model.safetensors", "referee.json", "report.json",
         "run.yaml", "tokenizer_config.json", "images/acceptance-t0-b1.svg", "images/speedup-t0-b1.svg",
@@ -80,7 +78,7 @@ def test_the_card_names_the_settings_of_the_chat_template(tmp_path: Path) -> Non
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
     sha = drafts.sha_of(folder)
-    out = made(tmp_path, folder, drafts.report(sha) | {"target": report_of})
+    out = made(tmp_path, folder, report=drafts.report(sha) | {"target": report_of})
     assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "R"
     card = (out / "README.md").read_text()
     assert (
@@ -105,7 +103,7 @@ def test_local_paths_are_gone(tmp_path: Path) -> None:
         "argv": [home],
     }
     assert home in (folder / METADATA_FILE).read_text()
-    out = made(tmp_path, folder, report, base_model="org/target")
+    out = made(tmp_path, folder, HubLabels("org/target"), report=report)
     for path in out.rglob("*"):
         assert not path.is_file() or home.encode() not in path.read_bytes(), path
     facts = json.loads((out / METADATA_FILE).read_text())
@@ -161,7 +159,7 @@ def damaged(folder: Path, what: str) -> tuple[Any, Any]:
     elif what == "another referee":
         referee["draft_sha256"] = "0" * 64
     elif what == "a referee that disagrees":
-        referee["differ"] = [{}]
+        referee["differ"] = referee["ties"]
     elif what == "changed weights":
         worlds.flip_byte(folder / "model.safetensors", -1)
     elif what == "a pickle":
@@ -200,7 +198,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, what: str, message: str) -
     folder = drafts.draft(tmp_path / "d")
     report, referee = damaged(folder, what)
     with pytest.raises(UserError, match=message) as caught:
-        made(tmp_path, folder, report, referee)
+        made(tmp_path, folder, report=report, referee=referee)
     assert hub.TOKEN not in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.tmp").exists()
@@ -213,14 +211,7 @@ def test_tuned_lengths_are_served(tmp_path: Path) -> None:
     sha = drafts.sha_of(folder)
     cards = []
     for ks in ({"all": 3, "code": 6, "prose": 2}, {"all": 3, "code": 3, "prose": 3}):
-        out = publish.build_draft_folder(
-            folder,
-            Evidence(drafts.report(sha), tuned=drafts.tuned(sha, ks)),
-            "me/x",
-            HubLabels(),
-            tmp_path / "out",
-            DistillConfig,
-        ).path
+        out = made(tmp_path, folder, report=drafts.report(sha), tuned=drafts.tuned(sha, ks))
         assert '"num_speculative_tokens": 3' in (out / "serving" / "vllm.sh").read_text()
         assert "max_draft_len: 3" in (out / "serving" / "trtllm.yml").read_text()
         assert {"tuned.json", "images/acceptance-t0-b1.svg"} <= files_of(out)
@@ -264,7 +255,7 @@ def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
     }  # fmt: skip
     report = drafts.report(sha, drafts.entry("c" * 64, "faster", speedup=9.0))
     report["methods"] = [{**m, **measured} for m in report["methods"]]
-    out = made(tmp_path, folder, report)
+    out = made(tmp_path, folder, report=report)
     profile = json.loads((out / "speculation_profile.json").read_text())
     assert profile["draft_checkpoint"] == {"name": "me/x", "sha256": sha}
     assert (profile["name"], profile["method"]) == ("eagle3", "eagle3")
@@ -299,7 +290,7 @@ def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
     """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
     folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
     words = ("--draft", folder, "--repo", "me/x", "--out", out, "--forecast", path)
-    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": [{}]}))
+    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": []}))
     done = worlds.call(COMMAND, *words)
     assert done.code == 0, done.err
     card = (out / "README.md").read_text()
@@ -344,7 +335,7 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
         "failures": [],
     }
     typical = drafts.entry(sha, "typical", lossy=True, lossless=lossless)
-    text = (made(tmp_path, folder, drafts.report(sha, typical)) / "README.md").read_text()
+    text = (made(tmp_path, folder, report=drafts.report(sha, typical)) / "README.md").read_text()
     assert "Lossy by choice: typical" in text
 
 
@@ -376,19 +367,14 @@ def test_every_file_that_the_card_cites_is_there(
     monkeypatch.setattr(publish, "_write", lossy_write)
 
     def build() -> Path:
-        return publish.build_draft_folder(
+        return made(
+            tmp_path,
             folder,
-            Evidence(
-                drafts.report(sha),
-                drafts.referee(sha),
-                tuned=drafts.tuned(sha, {"all": 3, "code": 6}),
-                forecast=drafts.forecast(sha),
-            ),
-            "me/x",
-            HubLabels(),
-            tmp_path / "out",
-            DistillConfig,
-        ).path
+            report=drafts.report(sha),
+            referee=drafts.referee(sha),
+            tuned=drafts.tuned(sha, {"all": 3, "code": 6}),
+            forecast=drafts.forecast(sha),
+        )
 
     if lost is None:
         assert set(CITED) <= files_of(build())

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
-from decode.common.typed_json import from_json, to_json
+from decode.common.typed_json import from_json
 from decode.serving import vllm_engine
 from decode.serving.engine import ServedDraft
 from decode.serving.vllm_engine import VLLM
+from eval.results.report import MethodResult
 from eval.results.tuned import TunedReport
 from tests.drafts import entry, tuned
 from train.hub.serving import build_serving_configs, choose_k, served_arguments
@@ -116,7 +118,7 @@ OFF = {"enable_thinking": False}
 )
 def test_servers_render_as_the_training_prompts_were(templates: Any, given: dict[str, Any]) -> None:
     """Catches a head of answers without thoughts behind a server that lets the target think."""
-    served = served_arguments({} if templates is None else {"templates": templates})
+    served = served_arguments(DraftMetadata(templates=templates))
     assert served == given
     job = ServedDraft("causal", "me/d", "org/t", None, 4, template=served)
     files = {path: text for way in build_serving_configs(job) for path, text in way.files.items()}
@@ -130,38 +132,41 @@ def test_servers_render_as_the_training_prompts_were(templates: Any, given: dict
             assert json.loads(words[words.index(flag) + 1]) == given
 
 
-def recipe(k: int | None) -> dict[str, Any]:
-    return {"training": {"check": {} if k is None else {"k": k}}}
+def recipe(k: int | None) -> DraftMetadata:
+    return DraftMetadata(training={"check": {} if k is None else {"k": k}})
+
+
+def method(task: str = "all", **changes: Any) -> MethodResult:
+    return from_json(MethodResult, entry("x", "a", task, **changes))
 
 
 def test_k_is_the_fastest_measured() -> None:
     """Catches a K taken from a tree, a lossy rule, one task, another temperature, or the recipe."""
     own = [
-        entry("x", "a", k=2, speedup=1.2),
-        entry("x", "a", k=4, speedup=1.5),
-        entry("x", "a", k=8, speedup=1.1),
-        entry("x", "a", k=7, speedup=9.0, tree={"width": 4, "nodes": 12}),
-        entry("x", "a", k=6, speedup=9.0, lossy=True),
-        entry("x", "a", "code", k=5, speedup=9.0),
-        entry("x", "a", k=3, speedup=9.0, temperature=1.0),
+        method(k=2, speedup=1.2),
+        method(k=4, speedup=1.5),
+        method(k=8, speedup=1.1),
+        method(k=7, speedup=9.0, tree={"width": 4, "nodes": 12}),
+        method(k=6, speedup=9.0, lossy=True),
+        method("code", k=5, speedup=9.0),
+        method(k=3, speedup=9.0, temperature=1.0),
     ]
-    k, why = choose_k(own, recipe(9), {})
+    k, why = choose_k(own, [], recipe(9), {})
     assert k == 4
     assert "the fastest of [2, 4, 8] measured" in why
-    assert "the only one measured" in choose_k(own[:1], recipe(9), {})[1]
-    k, why = choose_k([entry("x", "a", speedup=None)], recipe(9), {})
+    assert "the only one measured" in choose_k(own[:1], [], recipe(9), {})[1]
+    k, why = choose_k([method(speedup=None)], [], recipe(9), {})
     assert k == 9
     assert "no speed-up of a chain was measured" in why
-    assert choose_k([], recipe(9), {"num_heads": 3})[0] == 3
+    assert choose_k([], [], recipe(9), {"num_heads": 3})[0] == 3
     with pytest.raises(UserError, match="give --report"):
-        choose_k([], recipe(None), {})
+        choose_k([], [], recipe(None), {})
 
 
 def test_a_tuned_k_is_served() -> None:
     """Catches a K of the report, which measures one, where ten were tuned."""
-    found = from_json(TunedReport, tuned("a", {"all": 3, "code": 6})).fastest_chains("a")
-    chains = [{**to_json(c.cell), "tried": c.tried} for c in found]
-    k, why = choose_k([entry("x", "a", k=4, speedup=1.5)], recipe(9), {}, chains)
+    chains = from_json(TunedReport, tuned("a", {"all": 3, "code": 6})).fastest_chains("a")
+    k, why = choose_k([method(k=4, speedup=1.5)], chains, recipe(9), {})
     assert k == 3
     assert "the fastest of [2, 3, 4, 5, 6] that eval/tune.py tried (1.73× [1.62, 1.84]" in why
     assert "temperature 0, batch 1, n = 31" in why
