@@ -396,7 +396,7 @@ def read_group(values: dict[str, Any], cls: type[T], name: str = "", start: T | 
 
 def _read(value: Any, kind: Any, name: str, default: Any = None) -> Any:
     """The `value` of setting `name`, of YAML or an argument, as its type `kind` has it. UserError for other values."""
-    if kind is Any:
+    if Any in _arms(kind):
         return value
     if isinstance(value, str) and _is_named(kind):
         value = {"name": value}

@@ -5,6 +5,7 @@ position of a prompt is supervised (it predicts the first token of the answer); 
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from decode.common.damage import warn_once
 from decode.common.errors import UserError
 from train.data.sample_store import SampleRow, Subset
 
@@ -74,12 +76,28 @@ def rank_slice(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
     return rows[rank * size : (rank + 1) * size]
 
 
+WORTH_SAYING = 0.1
+"""Share of labels, cut off by max_length, from which a line says so."""
+
+
 def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[SampleRow], int]:
     """(rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left.
+    Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left; a warning where
+    more than WORTH_SAYING of all labels are cut off.
     """
-    kept = [i for i, row in enumerate(rows) if label_mask(truncate_row(row, max_length)).any()]
+    kept, labels, left = [], 0, 0
+    for i, row in enumerate(rows):
+        learned = label_mask(row)
+        labels, own = labels + int(learned.sum()), int(learned[:max_length].sum())
+        left += own
+        if own:
+            kept.append(i)
+    if 0 < left < (1 - WORTH_SAYING) * labels and os.environ.get("RANK", "0") == "0":
+        warn_once(
+            f"{1 - left / labels:.0%} of what the target answered lies behind max_length {max_length} and is "
+            "not learned: raise --loop.max_length"
+        )
     if len(kept) == 0:
         raise UserError(
             f"none of the {len(rows)} samples has a token to learn within max_length {max_length}: "

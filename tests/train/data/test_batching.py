@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.common.damage import warn_once
 from decode.common.errors import UserError
 from tests.rows import sample_row
 from train.data.batching import (
@@ -108,3 +109,15 @@ def test_a_set_with_nothing_to_learn_is_refused() -> None:
     """Bug: training runs to the end with a loss of zero."""
     with pytest.raises(UserError, match="max_length 2"):
         truncate_rows([row([1, 2, 3], [[2, 3]])], max_length=2)
+
+
+@pytest.mark.parametrize(("length", "said"), [(10, ""), (9, ""), (8, "20%"), (4, "60%")])
+def test_labels_that_are_cut_off_are_said(
+    length: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: half of every answer is never learned, and nobody is told."""
+    warn_once.cache_clear()
+    truncate_rows([row(list(range(10)), [[0, 10]]), row([1, 2], [[1, 2]])], max_length=length)
+    warning = capsys.readouterr().err
+    assert bool(warning) == bool(said)
+    assert said in warning

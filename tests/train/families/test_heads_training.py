@@ -17,6 +17,7 @@ from torch import Tensor
 from decode.checkpoints import layouts
 from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
+from decode.common.typed_json import to_json
 from decode.drafts import drafting
 from decode.drafts.base import Draft, DraftContext
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model
@@ -694,7 +695,7 @@ def directory(folder: Path, trainee: TrainableDraft, own: Target) -> str:
     facts = {
         "family": trainee.to_draft().name,
         "tokenizer_hash": own.fingerprint,
-        **trainee.metadata,
+        **{name: to_json(value) for name, value in trainee.metadata.items()},
     }
     (folder / METADATA_FILE).write_text(json.dumps(facts))
     return str(folder)
