@@ -46,20 +46,13 @@ class CardImage:
     key: str
 
 
-def acceptance_tables(own: Sequence[MethodResult]) -> list[Table]:
-    """A table for each setting: τ, α and α by position, with intervals, by task and method; all tasks first."""
+def tables_by_setting(
+    own: Sequence[MethodResult], columns: Sequence[str], positions: bool = False
+) -> list[Table]:
+    """A table for each setting, by task and method, all tasks first; with α by position if `positions`."""
     return [
-        method_table(heading(setting), entries, ACCEPTANCE_COLUMNS, positions=True)
-        for setting, entries in by_setting(in_order(own)).items()
-    ]
-
-
-def speed_tables(own: Sequence[MethodResult]) -> list[Table]:
-    """A table for each setting with timed methods: speed-up, tokens per second, latency, losslessness."""
-    timed = [m for m in in_order(own) if m.speedup.value is not None]
-    return [
-        method_table(heading(setting), entries, SPEED_COLUMNS)
-        for setting, entries in by_setting(timed).items()
+        method_table(f"{setting_title(*x).capitalize()}:", entries, columns, positions=positions)
+        for x, entries in by_setting(in_order(own)).items()
     ]
 
 
@@ -185,11 +178,6 @@ def dataset_manifests(draft: DraftMetadata) -> list[tuple[str, Mapping[str, Any]
     if isinstance(found, dict):
         return [("", found)]
     return [(f"{part['path']} (weight {part['weight']:g}) ", part["manifest"]) for part in found]
-
-
-def heading(setting: tuple[float, int]) -> str:
-    """The line above a setting's table."""
-    return f"{setting_title(*setting).capitalize()}:"
 
 
 def in_order(own: Sequence[MethodResult]) -> list[MethodResult]:

@@ -15,13 +15,14 @@ from eval.reporting.render import DEFINITIONS
 from train.families.registry import family_settings
 from train.hub import card_text
 from train.hub.card_tables import (
-    acceptance_tables,
+    ACCEPTANCE_COLUMNS,
+    SPEED_COLUMNS,
     card_images,
     cost_table,
     data_table,
     forecast_tables,
     provenance_table,
-    speed_tables,
+    tables_by_setting,
     training_table,
     tuned_lengths_table,
 )
@@ -40,6 +41,7 @@ def render(
 ) -> ModelCard:
     """The card. `k_source` says where K comes from; the images must be saved as images/NAME beside it."""
     evidence = facts.evidence
+    timed = [m for m in facts.own if m.speedup.value is not None]
     images = card_images(facts.own, job.k, evidence.data_curve)
     fields = {
         "title": job.repo.rpartition("/")[2],
@@ -50,10 +52,10 @@ def render(
         "tuned_on": card_text.tuning_note(facts),
         "command": serving_command(job, configs),
         "engines": card_text.engine_lines(facts, configs),
-        "acceptance": acceptance_tables(facts.own),
+        "acceptance": tables_by_setting(facts.own, ACCEPTANCE_COLUMNS, positions=True),
         "forecast": forecast_tables(evidence.forecast),
         "unmeasured": card_text.unmeasured_note(facts),
-        "speed": speed_tables(facts.own),
+        "speed": tables_by_setting(timed, SPEED_COLUMNS),
         "images": [vars(image) for image in images],
         "keys": {
             kind: "; ".join(

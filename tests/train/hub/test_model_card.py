@@ -130,6 +130,8 @@ def test_what_is_missing_is_called_missing(tmp_path: Path) -> None:
     assert "Losslessness: not measured, no report was given." in text
     assert "Not measured on tasks." in text
     assert "tau 1.676" in text  # of training, and called so
+    assert "of the training domains, temperature 1, K = " in text
+    assert "greedy, K" not in text
     assert "No speed was measured." in text
     assert "| wall time, s | not recorded |" in text
     assert "| hardware | not recorded |" in text
@@ -388,13 +390,6 @@ def test_sentences_follow_the_entries(tmp_path: Path) -> None:
     assert all(f"eagle3, K {k}" in figure.svg for k in (2, 6))
     (lines,) = (i for i in card_images(both.own, 2) if i.name.startswith("acceptance"))
     assert lines.caption == "Acceptance by position, eagle3, K = 2"
-
-
-def test_acceptance_in_training_is_that_of_sampling(tmp_path: Path) -> None:
-    """Catches the check of training, at temperature 1, under the name of greedy decoding."""
-    text = rendered(facts(tmp_path / "d", report=False))
-    assert "of the training domains, temperature 1, K = " in text
-    assert "greedy, K" not in text
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, None])

@@ -31,26 +31,27 @@ JOBS = {
 }
 
 
+def files_for(job: ServedDraft) -> dict[str, str]:
+    return {name: text for x in build_serving_configs(job) for name, text in x.files.items()}
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_files_are_the_golden_ones(name: str) -> None:
     """Catches a flag that was renamed, an engine that lost its file, a draft length that did not arrive."""
-    written = {
-        path: text for way in build_serving_configs(JOBS[name]) for path, text in way.files.items()
-    }
     folder = GOLDEN / name
     golden = {
         str(path.relative_to(folder)): path.read_text()
         for path in folder.rglob("*")
         if path.is_file()
     }
-    assert written == golden
+    assert files_for(JOBS[name]) == golden
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_file_says_the_same(name: str) -> None:
     """Catches SGLang's count without its root, TensorRT-LLM's other way to count layers, a torn JSON in a shell."""
     job = JOBS[name]
-    files = {path: text for way in build_serving_configs(job) for path, text in way.files.items()}
+    files = files_for(job)
     given = files["vllm.sh"].split("--speculative-config '")[1].split("'")[0]
     model = json.loads(files[f"triton/draftsmith_{job.family}/1/model.json"])
     assert (
@@ -79,11 +80,7 @@ def test_every_file_says_the_same(name: str) -> None:
 def test_names_cannot_break_out_of_a_command() -> None:
     """Catches a target's name that a shell or Python would run."""
     evil = "org/x'; rm -rf ~; '"
-    files = {
-        p: t
-        for way in build_serving_configs(ServedDraft("causal", "me/d", evil, None, 4))
-        for p, t in way.files.items()
-    }
+    files = files_for(ServedDraft("causal", "me/d", evil, None, 4))
     assert evil in shlex.split(files["vllm.sh"].replace("\\\n", " "))
     assert shlex.split(files["llamacpp.sh"].replace("\\\n", " "), comments=True).count(evil) == 2
     compile(files["transformers_assistant.py"], "snippet", "exec")
@@ -91,10 +88,8 @@ def test_names_cannot_break_out_of_a_command() -> None:
 
 def test_engines_that_cannot_name_the_embedding_get_no_file() -> None:
     """Catches a crash, or a layer -1, for drafts of targets so small that the embedding is tapped."""
-    found = {
-        way.engine: way
-        for way in build_serving_configs(ServedDraft("eagle3", "me/d", "org/t", None, 4, (0, 1)))
-    }
+    job = ServedDraft("eagle3", "me/d", "org/t", None, 4, (0, 1))
+    found = {config.engine: config for config in build_serving_configs(job)}
     assert found["vLLM"].files
     for engine in ("SGLang", "TensorRT-LLM"):
         assert not found[engine].files
@@ -121,7 +116,7 @@ def test_servers_render_as_the_training_prompts_were(templates: Any, given: dict
     served = served_arguments(DraftMetadata(templates=templates))
     assert served == given
     job = ServedDraft("causal", "me/d", "org/t", None, 4, template=served)
-    files = {path: text for way in build_serving_configs(job) for path, text in way.files.items()}
+    files = files_for(job)
     for name, flag in (
         ("vllm.sh", "--default-chat-template-kwargs"),
         ("llamacpp.sh", "--chat-template-kwargs"),
