@@ -29,15 +29,12 @@ from rich.tree import Tree
 from decode.checkpoints.draft_folder import read_metadata
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
-from decode.common.typed_json import to_json
 from decode.model.fingerprint import TargetRecord
 from decode.serving.checker import check_draft_files
-from eval.scaling.data_curve import read_data_curve
 from train.distill import DistillConfig
 from train.hub import publish, upload
-from train.hub.evidence import Evidence
+from train.hub.evidence import read_evidence
 from train.hub.upload import HubLabels
 
 CHECKED_ENGINES = {
@@ -94,29 +91,7 @@ def main(s: PublishConfig) -> None:
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
-        contents = {
-            name: read_json_object(path, what, keys, lists) if path else None
-            for name, path, what, keys, lists in (
-                ("report", s.report, "report.json of eval/run.py", (), ("methods",)),
-                (
-                    "referee",
-                    s.referee,
-                    "the result of scripts/referee.py --out",
-                    ("draft_sha256",),
-                    (),
-                ),
-                ("tuned", s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
-                (
-                    "forecast",
-                    s.forecast,
-                    "forecast.json of eval/forecast.py",
-                    ("draft",),
-                    ("rows",),
-                ),
-            )
-        }
-        curve = read_data_curve(s.data_curve) if s.data_curve else None
-        evidence = Evidence(**contents, data_curve=to_json(curve))
+        evidence = read_evidence(s.report, s.referee, s.tuned, s.data_curve, s.forecast)
         draft = Path(s.draft)
         publish.check_draft(draft, evidence)  # before the engines' rules are checked
         folder = publish.build_draft_folder(

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from decode.checkpoints.draft_folder import METADATA_FILE, draft_sha256
+from decode.common.typed_json import from_json
 from decode.engine.records import DecodeRecord
 from eval.results.report import MethodResult, NotCompared
+from train.hub.evidence import Evidence
 
 SEED = 0
 
@@ -212,13 +214,15 @@ def assisted(name: str, **changes: Any) -> dict[str, Any]:
 
 def referee(sha: str, **changes: Any) -> dict[str, Any]:
     """What scripts/referee.py says of a draft that vLLM decodes as we do."""
+    counts = {"rounds": 30, "drafted": 120, "accepted": 40, "by_position": [20, 10, 8, 2]}
     fields = {
-        "draft_sha256": sha,
-        "vllm": "0.32.0",
-        "k": 4,
-        "prompts": 12,
-        "same": 11,
-        "ties": [{}],
-        "differ": [],
-    }
+        "draft": "drafts/x", "draft_sha256": sha, "family": "eagle3", "vllm": "0.32.0", "k": 4, "prompts": 12,
+        "same": 11, "ties": [{"task": "code", "id": "a", "gap": 0.0}], "differ": [],
+        "totals": {"ours": counts, "vllm": counts},
+    }  # fmt: skip
     return fields | changes
+
+
+def evidence(**contents: Any) -> Evidence:
+    """Of the contents of report.json, referee.json and the other files."""
+    return from_json(Evidence, contents)

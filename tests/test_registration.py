@@ -24,6 +24,7 @@ from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
 from decode.common.published import Word
 from decode.common.settings import parse_settings
+from decode.common.typed_json import from_json
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
@@ -245,7 +246,12 @@ def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path
     """Catches a card or serving files that only exist for the families of this repository."""
     out = tmp_path / "published"
     build_draft_folder(
-        trained, Evidence(report), "me/bigrams", HubLabels("org/target", "mit"), out, DistillConfig
+        trained,
+        from_json(Evidence, {"report": report}),
+        "me/bigrams",
+        HubLabels("org/target", "mit"),
+        out,
+        DistillConfig,
     )
     card = (out / "README.md").read_text()
     assert "a table of bigrams" in card

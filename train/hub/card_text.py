@@ -4,66 +4,50 @@ Every number comes from those files; a missing one is called not recorded or not
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from decode.checkpoints.draft_folder import DraftMetadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
-from decode.common.typed_json import from_json, to_json
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.reporting.formatting import format_value, format_with_interval
+from eval.reporting.formatting import format_estimate, format_value
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
-from eval.results.report import EvalReport, unique_names
-from eval.results.tuned import TunedReport
+from eval.results.report import MethodResult, unique_names
+from eval.results.tuned import TunedChain
 from eval.scaling.data_curve import DataCurve, doubling_lines
 from train.families.registry import family_settings
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
-from train.hub.report_entries import (
-    ReportEntry,
-    draft_entries,
-    entry_setting,
-    pooled_entries,
-)
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 
 
 @dataclass(frozen=True)
 class CardInputs:
-    """The files that a card is made from."""
+    """What a card is made from: published fields alone."""
 
-    draft: Mapping[str, Any]
-    """The published fields of draftsmith.json."""
+    draft: DraftMetadata
     config: Mapping[str, Any]
     """The draft's config.json."""
-    report: Mapping[str, Any] | None
-    """Those of report.json of eval/run.py."""
-    referee: Mapping[str, Any] | None
-    """The greedy result of scripts/referee.py."""
+    evidence: Evidence = Evidence()
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """{engine: findings of its rules} for each engine that was checked."""
-    tuned: Mapping[str, Any] | None = None
-    """Those of tuned.json of eval/tune.py."""
-    data_curve: Mapping[str, Any] | None = None
-    """Those of data_curve.json of scripts/lab/data_curve.py."""
-    forecast: Mapping[str, Any] | None = None
-    """Those of forecast.json of eval/forecast.py."""
     hashed: Sequence[str] = ("model.safetensors", "config.json")
     """The files that `draft_sha256` is the checksum of."""
 
-    @property
-    def own_entries(self) -> list[ReportEntry]:
+    @cached_property
+    def own(self) -> list[MethodResult]:
         """The report's entries that were measured with exactly these weights and nothing else that drafts."""
-        return [] if self.report is None else draft_entries(self.report, self.draft["draft_sha256"])
+        report = self.evidence.report
+        return [] if report is None else report.of_draft(self.draft.draft_sha256)
 
-    @property
-    def tuned_chains(self) -> list[ReportEntry]:
+    @cached_property
+    def tuned_chains(self) -> list[TunedChain]:
         """The tuned draft length of these weights by temperature and domain; [] if they were not tuned."""
-        sha = self.draft["draft_sha256"]
-        if self.tuned is None:
-            return []
-        chains = from_json(TunedReport, self.tuned).fastest_chains(sha)
-        return [{**to_json(c.cell), "held_out": c.held_out, "tried": c.tried} for c in chains]
+        tuned = self.evidence.tuned
+        return [] if tuned is None else tuned.fastest_chains(str(self.draft.draft_sha256))
 
 
 def summary(facts: CardInputs, job: ServedDraft) -> str:
@@ -88,22 +72,26 @@ def summary(facts: CardInputs, job: ServedDraft) -> str:
 
 def headlines(facts: CardInputs) -> list[str]:
     """Losslessness, and the speed-up of each method and setting over all tasks, or by task where none is of all."""
-    if facts.report is None:
+    report = facts.evidence.report
+    if report is None:
         return ["Losslessness: not measured, no report was given.", "Speed-up: not measured."]
-    lines = [
-        lossless_verdict(from_json(EvalReport, {**facts.report, "methods": facts.own_entries}))
-    ]
-    timed = pooled_entries([m for m in facts.own_entries if m["speedup"] is not None])
+    lines = [lossless_verdict(replace(report, methods=facts.own))]
+    timed = pooled_or_all([m for m in facts.own if m.speedup.value is not None])
     if len(timed) == 0:
         return [*lines, "Speed-up: not measured."]
-    where = format_value(facts.report.get("hardware", {}).get("device"))
-    for m in sorted(timed, key=lambda m: (m["temperature"], m["batch_size"], -m["speedup"])):
+    where = format_value(report.hardware.device)
+    for m in sorted(timed, key=lambda m: (*m.setting, -(m.speedup.value or 0))):
         lines.append(
-            f"{format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} the speed of plain decoding "
-            f"({m['name']}, K = {m['k']}, {'' if m['task'] == ALL_TASKS else m['task'] + ', '}{entry_setting(m)}, "
-            f"n = {m['prompts']}, {where}, {m['mode']}, {m['dtype']}{', lossy' * m['lossy']})."
+            f"{format_estimate(m.speedup, 2, '×')} the speed of plain decoding "
+            f"({m.name}, K = {m.k}, {'' if m.is_pooled else m.task + ', '}{m.setting_text}, "
+            f"n = {m.prompts}, {where}, {m.mode}, {m.dtype}{', lossy' * m.lossy})."
         )
     return lines
+
+
+def pooled_or_all(entries: list[MethodResult]) -> list[MethodResult]:
+    """Those of all tasks together; where there are none, each task's own."""
+    return [m for m in entries if m.is_pooled] or entries
 
 
 def engine_lines(facts: CardInputs, configs: Sequence[EngineServingConfig]) -> list[str]:
@@ -121,17 +109,15 @@ def engine_lines(facts: CardInputs, configs: Sequence[EngineServingConfig]) -> l
 
 def serving_status(facts: CardInputs, engine: str) -> str:
     """Whether this engine was run with the draft, or its rules were checked, or neither."""
-    if engine == "vLLM" and facts.referee is not None:
-        result = facts.referee
+    report, result = facts.evidence.report, facts.evidence.referee
+    if engine == "vLLM" and result is not None:
         return (
-            f"Run in vLLM {result['vllm']}: {result['same']} of {result['prompts']} prompts gave the tokens and "
-            f"accepted counts of draftsmith's own decoder (K = {result['k']}; differing: {len(result['differ'])}, "
-            f"ties of logits: {len(result['ties'])})."
+            f"Run in vLLM {result.vllm}: {result.same} of {result.prompts} prompts gave the tokens and accepted counts "
+            f"of draftsmith's own decoder (K = {result.k}; differing: {len(result.differ)}, ties of logits: "
+            f"{len(result.ties)})."
         )
-    if engine == "transformers" and facts.report is not None:
-        lines = assisted_generation_lines(
-            from_json(EvalReport, facts.report), [m["name"] for m in facts.own_entries]
-        )
+    if engine == "transformers" and report is not None:
+        lines = assisted_generation_lines(report, [m.name for m in facts.own])
         if len(lines) > 0:
             return f"Run: {' '.join(lines)}"
     findings = facts.checks.get("vLLM" if engine == "Triton" else engine)
@@ -142,10 +128,10 @@ def serving_status(facts: CardInputs, engine: str) -> str:
 
 def unmeasured_note(facts: CardInputs) -> str:
     """The acceptance measured at the end of training, for a card without a report."""
-    measured = facts.draft.get("measured_in_training") or {}
+    measured = facts.draft.measured_in_training or {}
     if len(measured) == 0:
         return "Acceptance was not measured."
-    check = facts.draft.get("training", {}).get("check", {})
+    check = (facts.draft.training or {}).get("check", {})
     values = ", ".join(
         f"{name.removeprefix('accept/')} {value:.3f}" for name, value in measured.items()
     )
@@ -157,63 +143,62 @@ def unmeasured_note(facts: CardInputs) -> str:
 
 def other_targets(facts: CardInputs) -> list[str]:
     """A sentence for each file of measurements that is about another target than this draft's."""
-    own = [(facts.draft.get(key) or {}).get("weights") for key in ("target", "original_target")]
-    measured = {"report.json": facts.report, "tuned.json": facts.tuned}
-    measured |= {"data_curve.json": facts.data_curve, "forecast.json": facts.forecast}
+    own, *known = (x and x.weights for x in (facts.draft.target, facts.draft.original_target))
     sentences = []
-    for file, content in measured.items():
-        found = ((content or {}).get("target") or {}).get("weights")
-        if own[0] is not None and found not in (None, *own):
+    for name, content in vars(facts.evidence).items():
+        found = None if content is None or name == "referee" else content.target.weights
+        if own is not None and found not in (None, own, *known):
             sentences.append(
-                f"{file} was measured on a target with weights {found}; the draft was trained for one with {own[0]}."
+                f"{name}.json was measured on a target with weights {found}; the draft was trained for one with {own}."
             )
     return sentences
 
 
 def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[str]:
     """The draft's limits, as far as the files contain them."""
-    tokenizer = facts.draft.get("tokenizer_hash", NOT_RECORDED)
+    draft, report = facts.draft, facts.evidence.report
+    tokenizer = draft.tokenizer_hash or NOT_RECORDED
     lines = [
         f"For `{job.target}` alone, and its tokenizer {tokenizer}: another target accepts almost none of its tokens."
     ]
-    if facts.report is not None:
-        tasks = unique_names([m["task"] for m in facts.own_entries])
+    if report is not None:
+        tasks = unique_names([m.task for m in facts.own])
         named = ", ".join(name for name in tasks if name != ALL_TASKS) or "the tasks above"
         lines.append(f"Acceptance was measured on {named}; on other text it differs.")
-    if any(m["speedup"] is not None for m in facts.own_entries):
-        device = format_value((facts.report or {}).get("hardware", {}).get("device"))
+    if report is not None and any(m.speedup.value is not None for m in facts.own):
+        device = format_value(report.hardware.device)
         lines.append(
             f"Speed-ups are of draftsmith's engine on {device}; on other hardware or in another engine they differ."
         )
     lines += other_targets(facts)
-    lines += slowdown_lines(facts.own_entries)
+    lines += slowdown_lines(facts.own)
     if facts.config.get("max_position_embeddings"):
         lines.append(f"Texts up to {facts.config['max_position_embeddings']:,} tokens.")
-    vocabulary = facts.draft.get("vocabulary")
+    vocabulary = draft.vocabulary
     if vocabulary is not None:
         size = facts.config.get("text_config", facts.config)["vocab_size"]
         lines.append(
-            f"It drafts {vocabulary['size']:,} of {size:,} tokens, which make up {vocabulary['coverage']:.1%} of its "
+            f"It drafts {vocabulary.size:,} of {size:,} tokens, which make up {vocabulary.coverage:.1%} of its "
             "training text; the target's output is not restricted."
         )
-        if facts.draft["family"] == "causal":
+        if draft.family == "causal":
             lines.append(
                 f"These tokens are in `{VOCAB_FILE}`, which draftsmith's decoder reads. Other engines draft with the "
                 "whole LM head, whose other rows were not trained: they accept other numbers of tokens than measured "
                 "here. `scripts/export.py --format hf` (or gguf) writes a copy that keeps to these tokens there too."
             )
-    chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(facts.draft)]
+    chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(draft)]
     if len(chats) > 0 and set(chats) == {None}:
         lines.append("Trained on plain text, without a chat template.")
-    templates = facts.draft.get("templates") or []
+    templates = draft.templates or []
     if any(templates):
         settings = " and ".join(describe(one) for one in templates)
         lines.append(
             f"Its training prompts were rendered with these settings of the target's chat template: {settings}. Other "
             "settings give other prompts, after which it may accept fewer tokens."
         )
-    if facts.draft.get("original_target"):
-        inside = family_settings(facts.draft["family"]).target_folder
+    if draft.original_target is not None:
+        inside = family_settings(job.family).target_folder
         where = "this folder is that target" if inside == "." else f"serve the one in `{inside}/`"
         lines.append(
             f"The target was trained together with it: {where}, which is not the original."
@@ -230,35 +215,26 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
 
 
 def tuning_note(facts: CardInputs) -> str:
-    """The hardware and tasks of the tuning, for the line above its table."""
-    tuned = facts.tuned or {}
-    tasks = ", ".join(tuned.get("tasks", [])) or NOT_RECORDED
-    device = format_value(tuned.get("hardware", {}).get("device", NOT_RECORDED))
-    batches = sorted({chain["batch_size"] for chain in facts.tuned_chains})
+    """The hardware and tasks of the tuning, for the line above its table; "" if it was not tuned."""
+    tuned = facts.evidence.tuned
+    if tuned is None:
+        return ""
+    batches = sorted({chain.cell.batch_size for chain in facts.tuned_chains})
     batch = f", batch {batches[0]}" if batches else ""
-    return f"Tuned on {device}{batch}, prompts of {tasks}."
+    tasks = ", ".join(tuned.tasks) or NOT_RECORDED
+    return f"Tuned on {tuned.hardware.device or NOT_RECORDED}{batch}, prompts of {tasks}."
 
 
-def data_curve_note(facts: CardInputs) -> str:
+def data_curve_note(curve: DataCurve | None) -> str:
     """How acceptance grew with the training data, and what twice as much would give; "" without a data curve."""
-    curve = facts.data_curve
     if curve is None:
         return ""
-    made = f"Drafts of this family were trained on parts of {curve.get('data') or NOT_RECORDED}"
-    tasks = ", ".join(curve.get("tasks") or []) or NOT_RECORDED
-    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(from_json(DataCurve, curve)))}"
+    made = f"Drafts of this family were trained on parts of {curve.data or NOT_RECORDED}"
+    tasks = ", ".join(curve.tasks) or NOT_RECORDED
+    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(curve))}"
 
 
-def source_files(facts: CardInputs) -> str:
+def source_files(evidence: Evidence) -> str:
     """The card's sources besides draftsmith.json, as the end of a sentence."""
-    measured = {
-        "report.json": facts.report,
-        "referee.json": facts.referee,
-        "tuned.json": facts.tuned,
-        "data_curve.json": facts.data_curve,
-        "forecast.json": facts.forecast,
-    }
-    names = [f"`{name}`" for name, content in measured.items() if content is not None]
-    return (f", {', '.join(names)}" if names else "") + (
-        "; there was no report" if facts.report is None else ""
-    )
+    names = [f", `{name}.json`" for name, content in vars(evidence).items() if content is not None]
+    return "".join(names) + ("; there was no report" if evidence.report is None else "")

@@ -1,135 +1,103 @@
-"""Measurements that are published with a draft: their files, their published fields, and what they must be about."""
+"""Measurements that are published with a draft: their files, and what they must be about."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
 from decode.common.published import published
+from decode.common.typed_json import read_object
 from eval.results.forecast import ForecastReport
 from eval.results.referee import RefereeResult
-from eval.results.report import EvalReport
+from eval.results.report import EvalReport, read_measurements
 from eval.results.tuned import TunedReport
-from eval.scaling.data_curve import DataCurve
-from train.hub.report_entries import draft_entries
+from eval.scaling.data_curve import DataCurve, read_data_curve
 
-TYPES = {
-    "report": EvalReport,
-    "referee": RefereeResult,
-    "tuned": TunedReport,
-    "data_curve": DataCurve,
-    "forecast": ForecastReport,
-}
-"""What each file holds; the types of its fields say what of it is published."""
+REFEREE_FILE = "the greedy result of scripts/referee.py --out, without --temperature"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the files with measurements of a draft hold. NAME.json is the file of each, None: there is none."""
+    """What was measured of a draft. NAME.json is the file of each, None: there is none."""
 
-    report: Mapping[str, Any] | None = None
-    """Of eval/run.py."""
-    referee: Mapping[str, Any] | None = None
-    """The greedy result of scripts/referee.py."""
-    tuned: Mapping[str, Any] | None = None
-    """Of eval/tune.py."""
-    data_curve: Mapping[str, Any] | None = None
-    """Of scripts/lab/data_curve.py."""
-    forecast: Mapping[str, Any] | None = None
-    """Of eval/forecast.py."""
+    report: EvalReport | None = None
+    referee: RefereeResult | None = None
+    tuned: TunedReport | None = None
+    data_curve: DataCurve | None = None
+    forecast: ForecastReport | None = None
 
     def check(self, draft: DraftMetadata) -> None:
         """UserError for measurements of other weights, of another target or family, or that are not lossless."""
-        for name, content in vars(self).items():
-            if content is not None:
-                CHECKS[name](content, draft)
+        sha = draft.draft_sha256
+        if self.report is not None:
+            check_report(self.report, sha)
+        if self.referee is not None:
+            found = [self.referee.draft_sha256]
+            check_measured(found, sha, "the referee's result is of draft", "scripts/referee.py")
+            if self.referee.differ:
+                raise UserError(
+                    f"vLLM decoded {len(self.referee.differ)} prompts differently from this decoder: find out why first"
+                )
+        if self.tuned is not None:
+            drafts = self.tuned.drafts.values()
+            check_measured(drafts, sha, "the tuned settings are of drafts", "eval/tune.py")
+        if self.data_curve is not None:
+            ours = draft.family, draft.tokenizer_hash
+            if ours != (self.data_curve.family, self.data_curve.target.tokenizer):
+                raise UserError(
+                    f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of "
+                    "such drafts"
+                )
+        if self.forecast is not None:
+            measured = [self.forecast.draft.sha256]
+            check_measured(measured, sha, "the forecast is of draft", "eval/forecast.py")
 
-    def published(self, known: Collection[str]) -> "Evidence":
-        """Only the fields that are published."""
-        return Evidence(
-            **{
-                name: published(content, TYPES[name], f"{name}.json", known)
-                for name, content in vars(self).items()
-            }
-        )
-
-
-def check_forecast(forecast: Mapping[str, Any], draft: DraftMetadata) -> None:
-    """UserError if it is the forecast.json of another draft, or lacks what the card shows."""
-    sha = str(draft.draft_sha256)
-    found = published(forecast, ForecastReport, "forecast.json", {sha})
-    other = (found["draft"] or {}).get("sha256")
-    if other != sha:
-        raise UserError(
-            f"the forecast is of draft {short(other)} and not {short(sha)}: run eval/forecast.py on it"
-        )
-    needed = {"task", "rule", "temperature", "k", "tau", "tau_ci"}
-    if not all(needed <= row.keys() for row in found["rows"]):
-        raise UserError(f"forecast.json: each of rows needs {', '.join(sorted(needed))}")
-
-
-def check_data_curve(curve: Mapping[str, Any], draft: DraftMetadata) -> None:
-    """UserError if the curve is of drafts of another family or for another target than the draft's."""
-    ours = draft.family, draft.tokenizer_hash
-    if ours != (curve["family"], curve["target"]["tokenizer"]):
-        raise UserError(
-            f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of such drafts"
-        )
+    def published(self, known: Collection[str]) -> dict[str, Any]:
+        """The fields of each file that are published, by its name; None: there is none."""
+        return {
+            name: published(content, type(content), f"{name}.json", known)
+            for name, content in vars(self).items()
+        }
 
 
-def check_tuned(tuned: Mapping[str, Any], draft: DraftMetadata) -> None:
-    """UserError if it is the tuned.json of other drafts."""
-    sha = draft.draft_sha256
-    others = sorted({short(other) for other in tuned.get("drafts", {}).values()})
-    if sha not in tuned.get("drafts", {}).values():
-        raise UserError(
-            f"the tuned settings are of drafts {', '.join(others) or 'unnamed'} and not {short(sha)}: run "
-            "eval/tune.py on it"
-        )
+def read_evidence(
+    report: str = "", referee: str = "", tuned: str = "", data_curve: str = "", forecast: str = ""
+) -> Evidence:
+    """From these files; an empty path: there is none. UserError that names a file with other content."""
+
+    def read(kind: type, path: str, what: str) -> Any:
+        return read_measurements(kind, Path(path), what) if path else None
+
+    return Evidence(
+        read(EvalReport, report, "report.json of eval/run.py"),
+        read_object(RefereeResult, referee, REFEREE_FILE) if referee else None,
+        read(TunedReport, tuned, "tuned.json of eval/tune.py"),
+        read_data_curve(data_curve) if data_curve else None,
+        read(ForecastReport, forecast, "forecast.json of eval/forecast.py"),
+    )
 
 
-def check_report(report: Mapping[str, Any], draft: DraftMetadata) -> None:
+def check_report(report: EvalReport, sha: str | None) -> None:
     """UserError if the report is of another draft, or if its greedy outputs differ from the target's own."""
-    sha = draft.draft_sha256
-    entries = draft_entries(report, sha)
-    if len(entries) == 0:
-        others = sorted({short(m["draft_sha256"]) for m in report["methods"] if m["draft_sha256"]})
-        raise UserError(
-            f"the report measures drafts {', '.join(others) or 'none'} and not {short(sha)}: run eval/run.py on it"
-        )
-    for m in entries:
-        verdict = m["lossless"] or {}
-        if not m["lossy"] and verdict.get("greedy_identical") is False:
+    found = {m.draft_sha256 for m in report.methods if m.draft_sha256 and m.drafts_alone}
+    check_measured(found, sha, "the report measures drafts", "eval/run.py")
+    for m in report.of_draft(sha):
+        if not m.lossy and m.lossless.greedy_identical is False:
+            same = m.greedy and m.greedy.identical
             raise UserError(
-                f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
-                "greedy outputs equal transformers' own; a draft is published only if all are"
+                f"{m.name} on {m.task} is not lossless: {same} of {m.lossless.prompts} greedy outputs equal "
+                "transformers' own; a draft is published only if all are"
             )
 
 
-def check_referee(referee: Mapping[str, Any], draft: DraftMetadata) -> None:
-    """UserError if it is the result of another draft, or not that of greedy decoding, or vLLM decoded otherwise."""
-    if referee.get("draft_sha256") != draft.draft_sha256:
-        raise UserError(
-            f"the referee's result is of draft {short(referee.get('draft_sha256'))} and not "
-            f"{short(draft.draft_sha256)}: run scripts/referee.py on this draft"
-        )
-    if "differ" not in referee:
-        raise UserError("give the greedy result of scripts/referee.py, not that of --temperature")
-    if len(referee["differ"]) > 0:
-        raise UserError(
-            f"vLLM decoded {len(referee['differ'])} prompts differently from this decoder: find out why first"
-        )
+def check_measured(found: Collection[str | None], sha: str | None, what: str, command: str) -> None:
+    """UserError unless the draft with this checksum is among the `found` ones."""
+    if sha not in found:
+        others = ", ".join(sorted(set(map(short, found)))) or "unnamed"
+        raise UserError(f"{what} {others} and not {short(sha)}: run {command} on it")
 
 
 def short(sha: str | None) -> str:
     return (sha or "unnamed")[:12]
-
-
-CHECKS = {
-    "report": check_report,
-    "referee": check_referee,
-    "tuned": check_tuned,
-    "data_curve": check_data_curve,
-    "forecast": check_forecast,
-}

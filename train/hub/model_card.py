@@ -15,19 +15,18 @@ from eval.reporting.render import DEFINITIONS
 from train.families.registry import family_settings
 from train.hub import card_text
 from train.hub.card_tables import (
-    acceptance_tables,
+    ACCEPTANCE_COLUMNS,
+    SPEED_COLUMNS,
     card_images,
     cost_table,
-    data_curve_images,
     data_table,
     forecast_tables,
     provenance_table,
-    speed_tables,
+    tables_by_setting,
     training_table,
     tuned_lengths_table,
 )
 from train.hub.card_text import CardInputs
-from train.hub.report_entries import entry_setting, pooled_entries
 from train.hub.upload import HubLabels
 
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")
@@ -41,7 +40,9 @@ def render(
     labels: HubLabels,
 ) -> ModelCard:
     """The card. `k_source` says where K comes from; the images must be saved as images/NAME beside it."""
-    images = [*card_images(facts.own_entries, job.k), *data_curve_images(facts.data_curve)]
+    evidence = facts.evidence
+    timed = [m for m in facts.own if m.speedup.value is not None]
+    images = card_images(facts.own, job.k, evidence.data_curve)
     fields = {
         "title": job.repo.rpartition("/")[2],
         "summary": card_text.summary(facts, job),
@@ -51,10 +52,10 @@ def render(
         "tuned_on": card_text.tuning_note(facts),
         "command": serving_command(job, configs),
         "engines": card_text.engine_lines(facts, configs),
-        "acceptance": acceptance_tables(facts.own_entries),
-        "forecast": forecast_tables(facts.forecast),
+        "acceptance": tables_by_setting(facts.own, ACCEPTANCE_COLUMNS, positions=True),
+        "forecast": forecast_tables(evidence.forecast),
         "unmeasured": card_text.unmeasured_note(facts),
-        "speed": speed_tables(facts.own_entries),
+        "speed": tables_by_setting(timed, SPEED_COLUMNS),
         "images": [vars(image) for image in images],
         "keys": {
             kind: "; ".join(
@@ -65,11 +66,11 @@ def render(
         "training": training_table(facts.draft),
         "cost": cost_table(facts.draft),
         "data": data_table(facts.draft),
-        "data_curve": card_text.data_curve_note(facts),
+        "data_curve": card_text.data_curve_note(evidence.data_curve),
         "limits": card_text.limitations(facts, job, labels),
-        "provenance": provenance_table(facts.draft, facts.hashed, facts.report, facts.tuned),
+        "provenance": provenance_table(facts.draft, facts.hashed, evidence.report, evidence.tuned),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in DEFINED_TERMS],
-        "sources": card_text.source_files(facts),
+        "sources": card_text.source_files(evidence),
     }
     kept = ("command", "images", "keys")
     body = render_template(
@@ -114,16 +115,20 @@ def metadata(
             task_type="text-generation",
             task_name="speculative decoding",
             dataset_type="draftsmith",
-            dataset_name=(where := f"{m['task']}, {entry_setting(m)}"),
+            dataset_name=(where := f"{m.task}, {m.setting_text}"),
             # Results of one configuration are listed under the name of the first.
             dataset_config=where,
             metric_type=metric,
-            metric_name=", ".join([label, m["name"], f"K {m['k']}", *(["lossy"] * m["lossy"])]),
-            metric_value=m[metric],
+            metric_name=", ".join([label, m.name, f"K {m.k}", *(["lossy"] * m.lossy)]),
+            metric_value=value.value,
         )
-        for m in pooled_entries(facts.own_entries)
-        for metric, label in (("tau", "τ"), ("alpha", "α"), ("speedup", "speed-up"))
-        if m[metric] is not None
+        for m in card_text.pooled_or_all(facts.own)
+        for metric, label, value in (
+            ("tau", "τ", m.tau),
+            ("alpha", "α", m.alpha),
+            ("speedup", "speed-up", m.speedup),
+        )
+        if value.value is not None
     ]
     # The Hub has no relation for drafts: heads need their target as adapters do, a small LM is trained on its output.
     family = family_settings(job.family)

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,12 @@ from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
 from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
-from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.data.mixture import DataManifests
 from train.families.registry import family_settings
 from train.hub import dataset_card, model_card, redaction, serving
-from train.hub.card_tables import card_images, data_curve_images
+from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.evidence import Evidence, short
 from train.hub.upload import (
@@ -50,7 +50,6 @@ from train.hub.upload import (
     is_repo_id,
 )
 
-Json = dict[str, Any]
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
 """A model's shards are numbered; a name with anything else in it is not published."""
 
@@ -101,48 +100,41 @@ def build_draft_folder(
     redaction.check_values(vars(labels), "--labels")
     known = _published_in_full(recorded)
     facts = public_metadata(recorded, settings, known)
-    target = labels.base_model or facts["target"]["name"]
-    if facts.get("original_target"):
-        inside = family_settings(facts["family"]).target_folder
+    trained_for = facts.target or TargetRecord()
+    target = labels.base_model or trained_for.name
+    if facts.original_target is not None:
+        inside = family_settings(str(facts.family)).target_folder
         target = repo if inside == "." else f"./{inside}"
-    facts["target"] = {**facts["target"], "name": target}
+    facts = replace(facts, target=replace(trained_for, name=target))
     shown = evidence.published(known)
-    hashed = [file.name for file in hashed_files(str(draft))]
     inputs = CardInputs(
         facts,
         config,
-        **vars(shown),
-        checks=redaction.strip_local_paths(checks or {}),
-        hashed=hashed,
+        from_json(Evidence, shown),
+        redaction.strip_local_paths(checks or {}),
+        [file.name for file in hashed_files(str(draft))],
     )
     for line in other_targets(inputs):
         damage.warn(line)
-    k, source = serving.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
+    k, source = serving.choose_k(inputs.own, inputs.tuned_chains, facts, config)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
-    job = ServedDraft(
-        facts["family"],
-        repo,
-        target,
-        facts["target"].get("revision"),
-        k,
-        layers,
-        serving.served_arguments(facts),
-    )
+    template = serving.served_arguments(facts)
+    job = ServedDraft(str(facts.family), repo, target, trained_for.revision, k, layers, template)
     configs = serving.build_serving_configs(job)
 
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
-        _write(staging / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
-        profile = {"speculation_profile.json": _own_profile(inputs, repo, known)}
-        measured = {f"{name}.json": content for name, content in vars(shown).items()} | profile
-        for file, content in measured.items():
+        _write(staging / METADATA_FILE, json.dumps(to_json(facts), indent=1) + "\n")
+        shown["speculation_profile"] = _own_profile(inputs, repo, known)
+        for name, content in shown.items():
             if content is not None:
-                _write(staging / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        _write(staging / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
+                text = json.dumps(content, indent=1, ensure_ascii=False)
+                _write(staging / f"{name}.json", text + "\n")
+        _write(staging / "run.yaml", yaml.safe_dump(facts.training or {}, sort_keys=False))
         for engine_config in configs:
             for file, text in engine_config.files.items():
                 _write(staging / "serving" / file, text)
-        for image in (*card_images(inputs.own_entries, k), *data_curve_images(inputs.data_curve)):
+        for image in card_images(inputs.own, k, inputs.evidence.data_curve):
             _write(staging / "images" / image.name, image.svg)
         model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
         check_cited_files(staging)
@@ -206,13 +198,15 @@ def check_draft(draft: Path, evidence: Evidence) -> DraftMetadata:
     return metadata
 
 
-def public_metadata(metadata: DraftMetadata, settings: type, known: Collection[str]) -> Json:
+def public_metadata(
+    metadata: DraftMetadata, settings: type, known: Collection[str]
+) -> DraftMetadata:
     """The published fields of draftsmith.json; of the training settings and manifests what their types say."""
     shown = published(metadata, DraftMetadata, METADATA_FILE, known)
     for name, kind in (("training", settings), ("data_manifest", DataManifests)):
         where = f"{METADATA_FILE}: {name}"
         shown[name] = published(vars(metadata)[name], kind, where, known)
-    return {name: shown[name] for name in to_json(metadata) if shown.get(name) is not None}
+    return from_json(DraftMetadata, shown)
 
 
 def check_output_folder(out: Path, source: Path) -> None:
@@ -253,14 +247,13 @@ def _published_in_full(metadata: DraftMetadata) -> set[str]:
     return {*pinned, str(metadata.draft_sha256)}
 
 
-def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, Any] | None:
+def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> Any:
     """speculation_profile.json of the published draft, which goes by the name of its repository."""
-    if inputs.report is None:
+    report = inputs.evidence.report
+    if report is None:
         return None
-    entries = [from_json(MethodResult, {**entry, "draft": repo}) for entry in inputs.own_entries]
-    profile = speculation_profile(from_json(EvalReport, inputs.report), entries)
-    shown: Json | None = published(profile, SpeculationProfile, "speculation_profile.json", known)
-    return shown
+    profile = speculation_profile(report, [replace(m, draft=repo) for m in inputs.own])
+    return published(profile, SpeculationProfile, "speculation_profile.json", known)
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:

@@ -6,6 +6,7 @@ Flags and keys are those of the versions that decode/serving/ names; engines dra
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
 from decode.common.published import WITHHELD
 from decode.common.template_choice import NAME
@@ -15,10 +16,10 @@ from decode.serving.llamacpp_engine import LLAMACPP
 from decode.serving.sglang_engine import SGLANG
 from decode.serving.trtllm_engine import TRTLLM
 from decode.serving.vllm_engine import TRITON, VLLM
-from eval.reporting.formatting import format_with_interval
-from eval.results.report import setting_title
+from eval.reporting.formatting import format_estimate
+from eval.results.report import MethodResult, by_setting, setting_title
+from eval.results.tuned import TunedChain
 
-ReportEntry = Mapping[str, Any]
 ENGINES_OF_CARD = (VLLM, TRITON, SGLANG, TRTLLM, LLAMACPP, TGI, TRANSFORMERS)
 
 
@@ -27,45 +28,39 @@ def build_serving_configs(draft: ServedDraft) -> list[EngineServingConfig]:
     return [engine.serving_config(draft) for engine in ENGINES_OF_CARD]
 
 
-def served_arguments(draft: Mapping[str, Any]) -> dict[str, Any]:
+def served_arguments(draft: DraftMetadata) -> dict[str, Any]:
     """The arguments of the chat template for a server of this draft, by its published draftsmith.json: those of most
     training prompts; {} if they are not published, or need one of several templates by name."""
-    usual = (draft.get("templates") or [{}])[0]
+    usual = (draft.templates or [{}])[0]
     return {} if NAME in usual or WITHHELD in usual.values() else dict(usual)
 
 
 def choose_k(
-    entries: Sequence[ReportEntry],
-    facts: Mapping[str, Any],
+    own: Sequence[MethodResult],
+    tuned: Sequence[TunedChain],
+    draft: DraftMetadata,
     config: Mapping[str, Any],
-    tuned: Sequence[ReportEntry] = (),
 ) -> tuple[int, str]:
     """(K to serve with, where it comes from): the tuned K, else that of the fastest measured chain, else that of the
     acceptance check in training. UserError if there is none of them.
 
-    Compared are the draft's `entries` of task "all" in one setting, the lowest temperature and the smallest batch.
-    `tuned` is the result of eval.tuning.selection.fastest_chains, in which this setting is the first.
+    Compared are the draft's `own` entries of all tasks in one setting, the lowest temperature and the smallest batch.
     """
     if len(tuned) > 0:
-        best = tuned[0]
-        speedup = format_with_interval(best["speedup"], best["ci"], 2, "×")
-        where = setting_title(best["temperature"], best["batch_size"])
-        measured = f"{speedup} in rounds, {where}, n = {best['prompts']}"
-        return best["k"], f"the fastest of {best['tried']} that eval/tune.py tried ({measured})"
-    chains = [
-        m
-        for m in entries
-        if m["task"] == "all" and m["tree"] is None and not m["lossy"] and m["speedup"] is not None
-    ]
+        cell, tried = tuned[0].cell, tuned[0].tried
+        where = setting_title(cell.temperature, cell.batch_size)
+        speedup = format_estimate(cell.speedup, 2, "×")
+        measured = f"{speedup} in rounds, {where}, n = {cell.prompts}"
+        return cell.k, f"the fastest of {tried} that eval/tune.py tried ({measured})"
+    chains = [m for m in own if m.is_pooled and m.tree is None and not m.lossy]
+    chains = [m for m in chains if m.speedup.value is not None]
     if len(chains) > 0:
-        setting = min((m["temperature"], m["batch_size"]) for m in chains)
-        rivals = [m for m in chains if (m["temperature"], m["batch_size"]) == setting]
-        best = max(rivals, key=lambda m: m["speedup"])
-        tried = sorted({m["k"] for m in rivals})
-        where = f"at temperature {setting[0]:g}, batch {setting[1]}"
-        others = "the only one measured" if len(tried) == 1 else f"the fastest of {tried} measured"
-        return best["k"], f"{others}, {where}"
-    k = facts.get("training", {}).get("check", {}).get("k")
+        setting, rivals = next(iter(by_setting(chains).items()))
+        best = max(rivals, key=lambda m: m.speedup.value or 0)
+        ks = sorted({m.k for m in rivals})
+        others = "the only one measured" if len(ks) == 1 else f"the fastest of {ks} measured"
+        return best.k, f"{others}, at {setting_title(*setting)}"
+    k = (draft.training or {}).get("check", {}).get("k")
     if k is None:
         raise UserError(
             "neither report nor draftsmith.json says how many tokens to draft: give --report"

@@ -10,13 +10,17 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.layouts import read_config
-from decode.common.files import read_json
+from decode.common.typed_json import Estimate, from_json, to_json
+from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
+from eval.results.report import EvalReport, LookupRecord
 from tests import drafts
 from train.hub import model_card, serving
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -28,30 +32,38 @@ def facts(
     drafts.draft(folder, **changes)
     sha = drafts.sha_of(folder)
     return CardInputs(
-        read_json(folder / "draftsmith.json"),
+        read_metadata(str(folder)),
         read_config(str(folder)),
-        drafts.report(sha) if report else None,
-        drafts.referee(sha) if referee else None,
+        drafts.evidence(
+            report=drafts.report(sha) if report else None,
+            referee=drafts.referee(sha) if referee else None,
+            tuned=drafts.tuned(sha, {"all": 3, "code": 6}) if tuned else None,
+        ),
         {"SGLang": ["refused: no such architecture"], "vLLM": []},
-        drafts.tuned(sha, {"all": 3, "code": 6}) if tuned else None,
     )
 
 
 def rendered(known: CardInputs, labels: HubLabels = HubLabels()) -> str:  # noqa: B008
-    k, source = serving.choose_k(known.own_entries, known.draft, known.config, known.tuned_chains)
-    job = ServedDraft(known.draft["family"], "me/my-draft", "org/target", None, k)
+    k, source = serving.choose_k(known.own, known.tuned_chains, known.draft, known.config)
+    job = ServedDraft(str(known.draft.family), "me/my-draft", "org/target", None, k)
     return str(model_card.render(known, job, source, serving.build_serving_configs(job), labels))
+
+
+def with_report(known: CardInputs, **changes: Any) -> CardInputs:
+    """With another report; `methods` and `engines` may be JSON."""
+    content = to_json(known.evidence.report) | to_json(changes)
+    report = from_json(EvalReport, content)
+    return replace(known, evidence=replace(known.evidence, report=report))
 
 
 def test_numbers_with_a_lookup_are_not_those_of_the_draft(tmp_path: Path) -> None:
     """Catches a K to serve, or a speed-up on the card, of a method in which the draft was seldom asked."""
     known = facts(tmp_path / "d")
-    assert known.report is not None
-    own = known.own_entries
-    lookup = {"name": "ngram", "min_match": 3}
-    faster = [m | {"name": "both", "k": 9, "speedup": 9.0, "lookup": lookup} for m in own]
-    more = replace(known, report={**known.report, "methods": [*known.report["methods"], *faster]})
-    assert more.own_entries == own
+    assert known.evidence.report is not None
+    lookup = LookupRecord("ngram", 3)
+    faster = [replace(m, name="both", k=9, speedup=Estimate(9.0), lookup=lookup) for m in known.own]
+    more = with_report(known, methods=[*known.evidence.report.methods, *faster])
+    assert more.own == known.own
     assert rendered(more) == rendered(known)
 
 
@@ -95,7 +107,7 @@ def test_every_number_comes_from_the_files(tmp_path: Path) -> None:
     text = rendered(known)
     tables = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(tables) > 30
-    sources = (known.draft, known.config, known.report, known.referee, known.tuned)
+    sources = (to_json(known.draft), known.config, to_json(known.evidence))
     assert unfounded(text, *sources) == []
     planted = text.replace("2.38 [2.14, 2.60]", "9.87 [2.14, 2.60]", 1)
     assert planted != text
@@ -104,13 +116,9 @@ def test_every_number_comes_from_the_files(tmp_path: Path) -> None:
 
 def test_numbers_of_other_drafts_stay_out(tmp_path: Path) -> None:
     """Catches a card that shows the best method of a report and not its own."""
-    drafts.draft(tmp_path / "d")
-    sha = drafts.sha_of(tmp_path / "d")
+    known = facts(tmp_path / "d")
     other = drafts.entry("0" * 64, "stranger", speedup=7.77)
-    known = CardInputs(
-        read_json(tmp_path / "d" / "draftsmith.json"), {}, drafts.report(sha, other), None
-    )
-    text = rendered(known)
+    text = rendered(with_report(known, methods=[*known.own, other]))
     assert "stranger" not in text
     assert "7.77" not in text
 
@@ -122,6 +130,8 @@ def test_what_is_missing_is_called_missing(tmp_path: Path) -> None:
     assert "Losslessness: not measured, no report was given." in text
     assert "Not measured on tasks." in text
     assert "tau 1.676" in text  # of training, and called so
+    assert "of the training domains, temperature 1, K = " in text
+    assert "greedy, K" not in text
     assert "No speed was measured." in text
     assert "| wall time, s | not recorded |" in text
     assert "| hardware | not recorded |" in text
@@ -129,21 +139,21 @@ def test_what_is_missing_is_called_missing(tmp_path: Path) -> None:
     assert "No licence was stated" in text
     assert "model-index" not in text
     assert "images/" not in text
-    assert unfounded(text, lean.draft, lean.config) == []
+    assert unfounded(text, to_json(lean.draft), lean.config) == []
 
 
-@pytest.mark.parametrize(("key", "text"), [("phase", "first token"), ("ci", "0.61")])
-def test_reports_may_lack_fields(tmp_path: Path, key: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        (("latency_ms",), "first token"),
+        (("tokens_per_second_ci", "speedup_ci"), "| 1.44× | 123.5 |"),
+    ],
+)
+def test_reports_may_lack_fields(tmp_path: Path, missing: tuple[str, ...], text: str) -> None:
     """Catches a card that breaks on older reports, or on what was not timed."""
     known = facts(tmp_path / "d")
-    assert known.report is not None
-    for m in known.own_entries:
-        if key == "phase":
-            m["latency_ms"] = None
-        else:
-            del m["tokens_per_second_ci"]
-            m["speedup_ci"] = None
-    assert text in rendered(known)
+    own = [to_json(m) | dict.fromkeys(missing) for m in known.own]
+    assert text in rendered(with_report(known, methods=own))
 
 
 def test_the_head_is_what_the_hub_reads(tmp_path: Path) -> None:
@@ -178,11 +188,11 @@ def test_what_was_served_is_told_from_what_was_checked(tmp_path: Path) -> None:
 def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
     """Catches a card that offers assistant_model and hides what it did, or tells of another draft's."""
     known = facts(tmp_path / "d", family="causal")
-    assert known.report is not None
-    known.report["engines"] = [
+    engines = [
         drafts.assisted("eagle3", gain=0.93, gain_ci=[0.88, 0.98]),
         drafts.assisted("stranger", gain=1.77),
     ]
+    known = with_report(known, engines=engines)
     line = next(x for x in rendered(known).splitlines() if x.startswith("- **transformers**"))
     assert "Run: transformers with assistant_model = eagle3 (K = 4" in line
     assert "0.93× [0.88, 0.98] the speed of its own generate, n = 33. It is slower" in line
@@ -192,9 +202,8 @@ def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
 def test_slow_is_called_slow(tmp_path: Path) -> None:
     """Catches a card that shows the fast task and hides the slow one."""
     known = facts(tmp_path / "d")
-    slow = known.own_entries[-1]
-    slow.update(speedup=0.71, speedup_ci=[0.62, 0.82])
-    text = rendered(known)
+    slow = replace(known.own[-1], speedup=Estimate(0.71, (0.62, 0.82)))
+    text = rendered(with_report(known, methods=[*known.own[:-1], slow]))
     assert (
         "Slower than plain decoding as eagle3, K = 4, temperature 0, batch 1: prose 0.71×." in text
     )
@@ -203,8 +212,8 @@ def test_slow_is_called_slow(tmp_path: Path) -> None:
 def test_names_cannot_change_the_page(tmp_path: Path) -> None:
     """Catches a task's name that ends a table cell or becomes HTML."""
     known = facts(tmp_path / "d")
-    known.own_entries[1]["task"] = "a | b <script>\n# c"
-    text = rendered(known)
+    odd = replace(known.own[1], task="a | b <script>\n# c")
+    text = rendered(with_report(known, methods=[known.own[0], odd]))
     assert "<script>" not in text
     assert "| a \\| b &lt;script> # c |" in text
 
@@ -243,8 +252,7 @@ def indexed(text: str) -> dict[str, dict[str, float]]:
 def measured(tmp_path: Path, *changes: dict[str, Any], plain: bool = True) -> CardInputs:
     """What a card is made from, with an entry for each of `changes`, whose figures all differ."""
     known = facts(tmp_path / "d")
-    assert known.report is not None
-    sha = known.draft["draft_sha256"]
+    sha = known.draft.draft_sha256
     own = []
     for number, change in enumerate(changes):
         figures = {
@@ -256,7 +264,7 @@ def measured(tmp_path: Path, *changes: dict[str, Any], plain: bool = True) -> Ca
         fields = {"name": "eagle3", "task": "all", **figures, **change}
         own.append(drafts.entry(sha, **fields))
     others = [drafts.entry(None, "plain", speedup=1.0, alpha=None)] if plain else []
-    return replace(known, report={**known.report, "methods": [*others, *own]})
+    return with_report(known, methods=[*others, *own])
 
 
 def figures(number: int, name: str = "eagle3", k: int = 4) -> dict[str, float]:
@@ -268,13 +276,13 @@ def figures(number: int, name: str = "eagle3", k: int = 4) -> dict[str, float]:
 
 INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]] = {
     "only T = 0": ([{}], {"all, temperature 0, batch 1": figures(0)}),
-    "only T = 1": ([{"temperature": 1.0}], {"all, temperature 1, batch 1": figures(0)}),
+    "only T = 1": ([{"temperature": 1.0}], {"all, temperature 1, batch 1, top-p 1": figures(0)}),
     "three temperatures": (
         [{"temperature": 1.0}, {}, {"temperature": 0.7}],
         {
-            "all, temperature 1, batch 1": figures(0),
+            "all, temperature 1, batch 1, top-p 1": figures(0),
             "all, temperature 0, batch 1": figures(1),
-            "all, temperature 0.7, batch 1": figures(2),
+            "all, temperature 0.7, batch 1, top-p 1": figures(2),
         },
     ),
     "batches": (
@@ -282,7 +290,7 @@ INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]]
         {
             "all, temperature 0, batch 1": figures(0),
             "all, temperature 0, batch 8": figures(1),
-            "all, temperature 1, batch 8": figures(2),
+            "all, temperature 1, batch 8, top-p 1": figures(2),
         },
     ),
     "tasks, pooled": (
@@ -291,7 +299,10 @@ INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]]
     ),
     "tasks, not pooled": (
         [{"task": "code"}, {"task": "prose", "temperature": 1.0}],
-        {"code, temperature 0, batch 1": figures(0), "prose, temperature 1, batch 1": figures(1)},
+        {
+            "code, temperature 0, batch 1": figures(0),
+            "prose, temperature 1, batch 1, top-p 1": figures(1),
+        },
     ),
     "a method at one temperature only": (
         [
@@ -301,21 +312,21 @@ INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]]
         ],
         {
             "all, temperature 0, batch 1": figures(0),
-            "all, temperature 1, batch 1": figures(1) | figures(2, "eagle3-tree"),
+            "all, temperature 1, batch 1, top-p 1": figures(1) | figures(2, "eagle3-tree"),
         },
     ),
     "two K": (
         [{"k": 2}, {"k": 6}, {"k": 6, "temperature": 1.0}],
         {
             "all, temperature 0, batch 1": figures(0, k=2) | figures(1, k=6),
-            "all, temperature 1, batch 1": figures(2, k=6),
+            "all, temperature 1, batch 1, top-p 1": figures(2, k=6),
         },
     ),
     "cut tails": (
         [{"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0}, {"top_k": 0, "top_p": 1.0}],
         {
             "all, temperature 1, batch 1, top-p 0.9": figures(0),
-            "all, temperature 1, batch 1": figures(1),
+            "all, temperature 1, batch 1, top-p 1": figures(1),
             "all, temperature 0, batch 1": figures(2),
         },
     ),
@@ -332,12 +343,12 @@ def test_each_setting_has_its_own_figures_under_its_own_name(case: str, tmp_path
     for result in ModelCard(text).data.eval_results:  # and as huggingface_hub reads them back
         assert wanted[result.dataset_name][result.metric_name] == result.metric_value
     # The sentences above say the same.
-    for number, m in enumerate(known.own_entries):
-        if m["task"] != "all":
+    for number, m in enumerate(known.own):
+        if not m.is_pooled:
             continue
         low, high = 1.0 + number / 16, 1.5 + number / 16
-        line = f"{m['speedup']:.2f}× [{low:.2f}, {high:.2f}] the speed of plain decoding ({m['name']}, K = {m['k']}, "
-        assert f"{line}temperature {m['temperature']:g}, batch {m['batch_size']}" in text
+        line = f"{m.speedup.value:.2f}× [{low:.2f}, {high:.2f}] the speed of plain decoding ({m.name}, K = {m.k}, "
+        assert f"{line}temperature {m.temperature:g}, batch {m.batch_size}" in text
 
 
 def test_what_was_not_timed_has_no_speed(tmp_path: Path) -> None:
@@ -368,24 +379,17 @@ def test_sentences_follow_the_entries(tmp_path: Path) -> None:
         "(eagle3, K = 4, code, temperature 0, batch 1, n = 37, AMD EPYC, compiled, bfloat16)"
         in text
     )
-    assert "temperature 1, batch 1, n = 37, AMD EPYC, eager, float32, lossy)" in text
-    assert indexed(text)["code, temperature 1, batch 1"].keys() == {
+    assert "temperature 1, batch 1, top-p 1, n = 37, AMD EPYC, eager, float32, lossy)" in text
+    assert indexed(text)["code, temperature 1, batch 1, top-p 1"].keys() == {
         "τ, eagle3, K 7, lossy",
         "α, eagle3, K 7, lossy",
         "speed-up, eagle3, K 7, lossy",
     }
     both = measured(tmp_path / "two", {"k": 2}, {"k": 6})
-    (figure,) = (i for i in card_images(both.own_entries, 2) if i.name.startswith("speedup"))
+    (figure,) = (i for i in card_images(both.own, 2) if i.name.startswith("speedup"))
     assert all(f"eagle3, K {k}" in figure.svg for k in (2, 6))
-    (lines,) = (i for i in card_images(both.own_entries, 2) if i.name.startswith("acceptance"))
+    (lines,) = (i for i in card_images(both.own, 2) if i.name.startswith("acceptance"))
     assert lines.caption == "Acceptance by position, eagle3, K = 2"
-
-
-def test_acceptance_in_training_is_that_of_sampling(tmp_path: Path) -> None:
-    """Catches the check of training, at temperature 1, under the name of greedy decoding."""
-    text = rendered(facts(tmp_path / "d", report=False))
-    assert "of the training domains, temperature 1, K = " in text
-    assert "greedy, K" not in text
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, None])
@@ -411,27 +415,26 @@ def test_what_llamacpp_can_do_is_not_denied(family: str, tmp_path: Path) -> None
 def test_figures_of_another_target_are_said_to_be(tmp_path: Path) -> None:
     """Catches a card whose speed-ups were measured on other weights than the draft was trained for."""
     known = facts(tmp_path / "d", tuned=True)
-    assert known.report is not None
-    assert known.tuned is not None
-    own, other = {"name": "t", "weights": "a" * 16}, {"name": "t", "weights": "b" * 16}
-    draft = {**known.draft, "target": own}
-    for report, tuned, files in (
+    report, tuned = known.evidence.report, known.evidence.tuned
+    assert report is not None
+    assert tuned is not None
+    own, other = TargetRecord("t", weights="a" * 16), TargetRecord("t", weights="b" * 16)
+    draft = replace(known.draft, target=own)
+    for measured_on, tuned_on, files in (
         (own, own, []),
-        ({"name": "t"}, own, []),
+        (TargetRecord("t"), own, []),
         (other, own, ["report.json"]),
         (other, other, ["report.json", "tuned.json"]),
     ):
-        given = replace(
-            known,
-            draft=draft,
-            report={**known.report, "target": report},
-            tuned={**known.tuned, "target": tuned},
+        evidence = Evidence(
+            replace(report, target=measured_on), tuned=replace(tuned, target=tuned_on)
         )
+        given = replace(known, draft=draft, evidence=evidence)
         lines = other_targets(given)
         assert [line.split()[0] for line in lines] == files
         text = rendered(given)
         for line in lines:
             assert f"weights {'b' * 16}" in line
             assert line in text
-        trained_too = replace(given, draft={**draft, "original_target": other})
+        trained_too = replace(given, draft=replace(draft, original_target=other))
         assert other_targets(trained_too) == []

@@ -28,14 +28,16 @@ from train.data.manifest import Manifest, read_manifest, write_manifest
 from train.data.mixture import DataManifests
 from train.distill import DistillConfig
 from train.hub import publish, redaction, upload
-from train.hub.evidence import TYPES, Evidence
+from train.hub.evidence import Evidence
 from train.hub.upload import HubLabels
 
 PUBLISHED: dict[str, Any] = {
     "draftsmith.json": DraftMetadata,
     "training": DistillConfig,
     "data_manifest": DataManifests,
-    **{f"{name}.json": kind for name, kind in TYPES.items()},
+    **{
+        f"{field.name}.json": arms_of(field.keys[field.name])[0][0] for field in fields_of(Evidence)
+    },
     "speculation_profile.json": SpeculationProfile,
     "manifest.json": Manifest,
 }
@@ -191,11 +193,11 @@ def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "kind", "missing"),
     [
-        ("quickstart.json", TYPES["report"], {"argv", "settings"}),
-        ("assisted.json", TYPES["report"], {"argv", "settings"}),
-        ("eagles_smollm2.json", TYPES["report"], {"argv", "settings"}),
-        ("tuned.json", TYPES["tuned"], {"argv", "settings", "refused"}),
-        ("referee_eagle3.json", TYPES["referee"], {"argv"}),
+        ("quickstart.json", PUBLISHED["report.json"], {"argv", "settings"}),
+        ("assisted.json", PUBLISHED["report.json"], {"argv", "settings"}),
+        ("eagles_smollm2.json", PUBLISHED["report.json"], {"argv", "settings"}),
+        ("tuned.json", PUBLISHED["tuned.json"], {"argv", "settings", "refused"}),
+        ("referee_eagle3.json", PUBLISHED["referee.json"], {"argv"}),
     ],
 )
 def test_real_reports_are_published_whole(file: str, kind: Any, missing: set[str]) -> None:
@@ -207,7 +209,7 @@ def test_real_reports_are_published_whole(file: str, kind: Any, missing: set[str
 def test_data_curves_are_published_whole() -> None:
     """Catches a field that the command writes and publishing forgets."""
     curve = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
-    assert set(lost(curve, published(curve, TYPES["data_curve"], "x"))) == {"argv"}
+    assert set(lost(curve, published(curve, PUBLISHED["data_curve.json"], "x"))) == {"argv"}
 
 
 def lost(before: Any, after: Any) -> Iterator[str]:
@@ -245,17 +247,18 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
     (folder / f"{MARKED['GitHub']}.txt").write_text("x")
     save_file({"a": torch.ones(1)}, folder / f"model-{MARKED['GitHub']}.safetensors")
     sha = facts["draft_sha256"]
+    rules = [{"engine": x, "rule": x, "setting": x} for x in extra.values()]
     report = drafts.report(sha) | extra | {"settings": "\n".join(SECRETS.values())}
     for entry in report["methods"]:
         entry |= extra
     result = publish.build_draft_folder(
         folder,
-        Evidence(
-            report,
-            drafts.referee(sha) | extra,
+        drafts.evidence(
+            report=report,
+            referee=drafts.referee(sha) | extra,
             tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
             data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
-            forecast=drafts.forecast(sha) | extra | {"costs": extra, "schedules": [extra]},
+            forecast=drafts.forecast(sha) | extra | {"costs": extra, "engines": rules},
         ),
         "me/x",
         HubLabels(),
@@ -275,7 +278,12 @@ def test_a_leak_is_told_by_its_input_and_field(tmp_path: Path) -> None:
     report["methods"][2]["task"] = MARKED["GitHub"]
     with pytest.raises(UserError, match=r"^report.json: methods\[2\].task holds .* a GitHub token"):
         publish.build_draft_folder(
-            folder, Evidence(report), "me/x", HubLabels(), tmp_path / "out", DistillConfig
+            folder,
+            drafts.evidence(report=report),
+            "me/x",
+            HubLabels(),
+            tmp_path / "out",
+            DistillConfig,
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
