@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from decode.model.fingerprint import weights_fingerprint
+from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from tests import worlds
 from tests.worlds import Done, World, contents
 from train.data import sample_store
@@ -106,7 +106,7 @@ def test_sampling_goes_on_with_the_same_target_only(world: World, tmp_path: Path
     assert found == {name: kept.get(name, ids) for name, ids in fresh.items()}
     assert found != fresh
     told = read_manifest(out).fingerprints
-    assert sorted(one["weights"] for one in told) == sorted([then, now])
+    assert sorted(one.weights for one in told) == sorted([then, now])
     again = sample(world, out)  # a part of it is still of the other one
     assert then in again.error()
 
@@ -148,7 +148,7 @@ def test_another_dtype_of_the_same_weights_is_noticed(world: World, tmp_path: Pa
     before = contents(out)
     assert_refused(sample(world, out), out, before, "dtype bfloat16 then, float32 now")
     assert sample(world, out, "--allow_changed", "true").code == 0
-    assert {one["dtype"] for one in read_manifest(out).fingerprints} == {"float32", "bfloat16"}
+    assert {one.dtype for one in read_manifest(out).fingerprints} == {"float32", "bfloat16"}
 
 
 def test_a_copy_of_the_target_goes_on(world: World, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_copy_of_the_target_goes_on(world: World, tmp_path: Path) -> None:
     assert "warning" not in done.err
     assert rows_of(out) == rows_of(tmp_path / "undisturbed")
     [told] = read_manifest(out).fingerprints
-    assert told == {"weights": weights(world.target), "dtype": "float32"}
+    assert told == ModelFingerprint(weights=weights(world.target), dtype="float32")
 
 
 def test_shards_of_earlier_versions_go_on(world: World, tmp_path: Path) -> None:

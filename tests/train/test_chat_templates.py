@@ -18,7 +18,7 @@ from tests.train.doctor_checks.sets import examine, graves
 from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
 from train.data.conversations import conversation_with_replies
-from train.data.manifest import read_manifest
+from train.data.manifest import RowTemplate, read_manifest
 from train.data.prompts import make_prompt
 from train.data.template_probe import probe
 from train.doctor_checks import examination
@@ -123,8 +123,8 @@ def test_what_rows_had_of_their_own_is_kept(target: Path, tmp_path: Path) -> Non
     own = [{**OFF, "unread": "x"}, OFF, {"enable_thinking": True}]
     assert sorted(kept, key=str) == sorted(own, key=str)
     made = read_manifest(tmp_path / "out")
-    assert made.row_templates[0] == {"arguments": {}, "prompts": 5}
-    counted = [(entry["arguments"], entry["prompts"]) for entry in made.row_templates[1:]]
+    assert made.row_templates[0] == RowTemplate(arguments={}, prompts=5)
+    counted = [(entry.arguments, entry.prompts) for entry in made.row_templates[1:]]
     assert sorted(counted, key=str) == sorted([(one, 1) for one in own], key=str)
     assert made.templates()[0] == {"enable_thinking": True}
     assert {**OFF, "unread": "x"} in made.templates()

@@ -13,6 +13,7 @@ import pytest
 
 from decode.common import files
 from decode.common.published import published
+from decode.model.fingerprint import ModelFingerprint
 from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import Ids, StandIn, serving
@@ -387,7 +388,7 @@ def test_answers_of_another_served_model_are_refused(
     done = sample(world, server, out)
     assert done.code == 0, done.err
     assert "which weights the server calls tiny is not known" in done.err
-    assert read_manifest(out).fingerprints == [{"served_as": "tiny"}]
+    assert read_manifest(out).fingerprints == [ModelFingerprint(served_as="tiny")]
     shard_files(out)[0].unlink()
     (out / "manifest.json").unlink()
     before = contents(out)
@@ -397,7 +398,7 @@ def test_answers_of_another_served_model_are_refused(
     assert contents(out) == before
     assert sample(world, server, out, "--allow_changed", "true").code == 0
     told = read_manifest(out).fingerprints
-    assert sorted(one["served_as"] for one in told) == ["other", "tiny"]
+    assert sorted(str(one.served_as) for one in told) == ["other", "tiny"]
 
 
 def test_servers_get_prompts_as_the_setting_renders_them(
