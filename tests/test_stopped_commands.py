@@ -165,9 +165,11 @@ def test_measurements_are_kept(
 
 
 @pytest.mark.parametrize("sent", SIGNALS)
-@pytest.mark.parametrize("command", ["scripts/export.py", "scripts/publish.py"])
+@pytest.mark.parametrize(
+    ("command", "writes"), [("scripts/export.py", "replace"), ("scripts/publish.py", "write_text")]
+)
 def test_a_folder_that_is_being_written_is_not_there(
-    world: World, data: Path, tmp_path: Path, sent: signal.Signals, command: str
+    world: World, data: Path, tmp_path: Path, sent: signal.Signals, command: str, writes: str
 ) -> None:
     """Catches half a folder that looks like a whole one, and a published one that is gone."""
     draft, out = tmp_path / "draft", tmp_path / "to" / "out"
@@ -184,9 +186,9 @@ def test_a_folder_that_is_being_written_is_not_there(
             os.kill(os.getpid(), sent)
         return real(self, *args, **named)
 
-    real = Path.write_text
+    real = getattr(Path, writes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_text", write)
+        patch.setattr(Path, writes, write)
         done = worlds.call(*map(str, words), "--out", str(out))
     assert (done.code, "Traceback" in done.err) == (128 + sent, False)
     assert contents(tmp_path) == before
