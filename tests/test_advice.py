@@ -34,7 +34,7 @@ def known() -> frozenset[str]:
     names = {name for command in COMMANDS for name in setting_names(settings_of(command))}
     classes = {cls for command in COMMANDS for cls in classes_in(settings_of(command))}
     within = {name for cls in classes for name in setting_names(cls)}
-    return frozenset(names | within | {"help", "config", "print_config"})
+    return frozenset(names | within | {"help", "config", "print_config", "help_all"})
 
 
 @functools.cache
