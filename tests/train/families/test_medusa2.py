@@ -149,7 +149,7 @@ def test_saved_target_is_the_one_that_was_trained(tmp_path: Path) -> None:
     wanted = final_logits(target, ids)
     trainee.save(tmp_path)
     assert DRAFT_FAMILIES["medusa2"].saved_name == "medusa"
-    assert trainee.metadata["target"]["name"] == "draft/target"
+    assert trainee.metadata["target"].name == "draft/target"
     model = load_model(str(tmp_path / "target"), "target", "cpu", "float32")
     new = Target(ModelRunner(model), None, "new", None, "fingerprint", frozenset())
     assert torch.allclose(final_logits(new, ids), wanted, atol=1e-4)
