@@ -4,6 +4,7 @@
     temperatures: list[Temperature]
 
 A field has one range, for every number in it. Numbers that mean the same in several commands share an alias below.
+Other marks of annotations, which decode/common/settings.py reads, are here too: they need no command line.
 """
 
 import dataclasses
@@ -49,6 +50,19 @@ class Spellings:
     """Marks a text that other tools spell otherwise: {their spelling: ours}."""
 
     ours: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks the annotation of a group that has one of several classes: `draft: Annotated[Base, OneOf("family", ...)]`.
+
+    A default of the field says which class it is where nothing is set.
+    """
+
+    tag: str
+    """The setting in the group that names its class."""
+    classes: Mapping[str, type]
+    """{value of that setting: the class}"""
 
 
 DtypeName = Annotated[

@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -29,7 +29,7 @@ import yaml
 
 from decode.common.errors import UserError
 from decode.common.files import parse_yaml_value, read_yaml
-from decode.common.ranges import Range, Spellings, check_ranges
+from decode.common.ranges import OneOf, Range, Spellings, check_ranges
 
 T = TypeVar("T")
 SHAPES: dict[type, str] = {
@@ -38,19 +38,6 @@ SHAPES: dict[type, str] = {
     str: "a single value",
 }
 SCALARS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Marks the annotation of a group that has one of several classes: `draft: Annotated[Base, OneOf("family", ...)]`.
-
-    A default of the field says which class it is where nothing is set.
-    """
-
-    tag: str
-    """The setting in the group that names its class."""
-    classes: Mapping[str, type]
-    """{value of that setting: the class}"""
 
 
 OTHER_NAMES = {

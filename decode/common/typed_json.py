@@ -23,7 +23,7 @@ from typing import (  # fmt: skip
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
-from decode.common.settings import OneOf
+from decode.common.ranges import OneOf
 
 T = TypeVar("T")
 

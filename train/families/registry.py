@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from decode.common.errors import UserError
-from decode.common.settings import OneOf
+from decode.common.ranges import OneOf
 from train.families.settings.base import FamilySettings
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.causal import CausalSettings

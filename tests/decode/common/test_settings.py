@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from decode.common.errors import UserError
-from decode.common.settings import OneOf, parse_settings, setting_names, to_dict, to_yaml
+from decode.common.ranges import OneOf
+from decode.common.settings import parse_settings, setting_names, to_dict, to_yaml
 
 
 @dataclass(frozen=True)

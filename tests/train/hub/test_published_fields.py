@@ -16,7 +16,7 @@ from decode.checkpoints.draft_folder import METADATA_FILE, DraftMetadata
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.published import PRIVATE, Name, Private, Word, published
-from decode.common.settings import OneOf
+from decode.common.ranges import OneOf
 from decode.common.typed_json import arms_of, fields_of
 from decode.model.fingerprint import ModelFingerprint
 from eval.results.speculation_profile import SpeculationProfile
