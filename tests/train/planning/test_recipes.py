@@ -423,6 +423,8 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
         less += ["--draft.init", saved_model(home, s.draft.continues)]
     if s.draft.family == "eagle3":
         less += ["--draft.vocab", 96, "--draft.steps", 3]
+    if layers := vars(s.draft).get("taps"):  # as many of the small model's
+        less += ["--draft.taps", list(range(1, len(layers) + 1))]
     return target, data, less
 
 
@@ -484,25 +486,26 @@ def check_dry_run(tried: dict[str, Any], text: str, s: DistillConfig) -> None:
     assert measured["tokens_per_second"] > measured["learned_per_second"] > 0
     assert measured["peak_bytes"] > 1e7
     assert measured["accept/tau"] >= 1
-    size = 4 if s.draft.family == "causal" else DTYPES[s.target_dtype].itemsize
+    is_language_model = s.draft.family in ("causal", "pard")
+    size = 4 if is_language_model else DTYPES[s.target_dtype].itemsize
     maps = 96 * 8 + 600 if s.draft.family == "eagle3" else 0
-    files = 2e6 if s.draft.family == "causal" else 5e3  # config, and a small LM's tokenizer
+    files = 2e6 if is_language_model else 8e3  # config, and a small LM's tokenizer
     parameters = (estimated["trained"] + estimated["frozen"]) * size
     assert 0 <= measured["draft_bytes"] - parameters <= maps + files
 
 
 def check_eagle_config(config: dict[str, Any], name: str) -> None:
     """RoPE and norms of the target went into the draft: of Gemma's two RoPEs the one of its full layers."""
-    kind = kind_of(name)
-    theta = {"llama": 5e5, "qwen3": 1e6, "gemma3": 1e6}[kind]
-    scaled = {"llama": "llama3", "qwen3": "default", "gemma3": "linear"}[kind]
+    kind = PUBLISHED[name][0]
+    theta = {"llama": 5e5, "qwen3": 1e6, "qwen3_moe": 1e7, "gemma3": 1e6, "gpt_oss": 1.5e5}[kind]
+    scaled = {"llama": "llama3", "gemma3": "linear", "gpt_oss": "yarn"}.get(kind, "default")
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
     assert config["rope_parameters"]["rope_type"] == scaled
     if scaled == "default":
         assert config["rope_scaling"] is None
     else:
-        assert config["rope_scaling"]["factor"] == 8.0
-    assert config["rms_norm_eps"] == (1e-5 if kind == "llama" else 1e-6)
+        assert config["rope_scaling"]["factor"] == (32.0 if kind == "gpt_oss" else 8.0)
+    assert config["rms_norm_eps"] == (1e-5 if kind in ("llama", "gpt_oss") else 1e-6)
     assert config["head_dim"] == 16
     assert config["draft_vocab_size"] == 96
 
