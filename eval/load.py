@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
@@ -38,6 +38,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, CountOrZero, above, at_least
 from decode.common.run_dir import RunSettings, open_run
+from decode.common.typed_json import from_json, to_json
 from decode.model.loading import load_target
 from decode.serving.running.completions import (
     Completions,
@@ -206,14 +207,6 @@ def level_requests(s: LoadConfig, at_once: int, prompts: int) -> list[int]:
     return [i % prompts for i in range(s.requests or max(8, 4 * at_once))]
 
 
-def to_json(level: Level) -> dict[str, Any]:
-    return asdict(level)
-
-
-def from_json(value: dict[str, Any]) -> Level:
-    return Level(value["seconds"], [Answer(**one) for one in value["answers"]], value["failed"])
-
-
 def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
     """A server's figures of one level beside those of the first one, turn by turn."""
     ratios = [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, own, strict=True)]
@@ -275,13 +268,9 @@ def main(s: LoadConfig) -> None:
     with open_run(s, COMMAND, writes=("journal.jsonl", "load.json"), reads=[s.target]) as run:
         journal = run.journal()
 
-        def measured(turn: int, served: ServedModel, at_once: int) -> Level | None:
-            value = journal.get([turn, served.name, at_once])
-            return None if value is None else from_json(value)
-
         for turn in range(s.turns):
             for served in s.servers if turn % 2 == 0 else reversed(s.servers):
-                if all(measured(turn, served, n) for n in s.at_once):
+                if all(journal.get([turn, served.name, n]) for n in s.at_once):
                     continue
                 console.print(f"turn {turn + 1} of {s.turns}: {served.name}", markup=False)
                 with running(s, served) as server:
@@ -290,7 +279,7 @@ def main(s: LoadConfig) -> None:
                         ask_all(s, server, prompts, [0] * min(4, max(s.at_once)), max(s.at_once))
                     )
                     for at_once in s.at_once:
-                        if measured(turn, served, at_once) is None:
+                        if journal.get([turn, served.name, at_once]) is None:
                             numbers = level_requests(s, at_once, len(prompts))
                             level = asyncio.run(ask_all(s, server, prompts, numbers, at_once))
                             journal.put([turn, served.name, at_once], to_json(level))
@@ -298,7 +287,7 @@ def main(s: LoadConfig) -> None:
         for at_once in s.at_once:
             levels = {
                 served.name: [
-                    from_json(journal.get([t, served.name, at_once])) for t in range(s.turns)
+                    from_json(Level, journal.get([t, served.name, at_once])) for t in range(s.turns)
                 ]
                 for served in s.servers
             }
