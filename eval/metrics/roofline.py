@@ -5,11 +5,10 @@ second. Sizes come from config.json and the headers of the weight files; no weig
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,22 +109,6 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
         kv_values=2 * layers * kv_heads * width,
         experts=experts,
     )
-
-
-def with_model_sizes(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with `models`: the sizes of its target and of each method's draft, where they are on this disk."""
-    if "models" in report:
-        return report
-    target = report["target"]
-    name = target["name"] if isinstance(target, dict) else target
-    drafts = {m["name"]: read_model_size(m["draft"]) for m in report["methods"] if m["draft"]}
-    known = {
-        "target": None
-        if name is None or (found := read_model_size(name)) is None
-        else asdict(found),
-        "drafts": {key: asdict(value) for key, value in drafts.items() if value is not None},
-    }
-    return {**report, "models": known}
 
 
 def _count_parameters(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from decode.model.compatibility import cache_name
 from eval.metrics import roofline
 from eval.metrics.roofline import GPU_SPECS, ModelSize
+from eval.results.report import ModelSizes, read_report
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,19 +97,26 @@ def test_memory_of_a_load() -> None:
 
 def test_bundled_models_are_sized() -> None:
     """Catches a report that cannot tell its own target's size: the roofline would be missing."""
-    report = {
-        "target": {"name": str(ROOT / "assets/target")},
-        "methods": [
-            {"name": "base", "draft": str(ROOT / "assets/draft")},
-            {"name": "x", "draft": ""},
+    saved = read_report(ROOT / "docs/results/smollm2.json")
+    one = saved.methods[0]
+    report = replace(
+        saved,
+        target=replace(saved.target, name=str(ROOT / "assets/target")),
+        methods=[
+            replace(one, name="base", draft=str(ROOT / "assets/draft")),
+            replace(one, name="x", draft=""),
         ],
-    }
-    models = roofline.with_model_sizes(report)["models"]
+        models=None,
+    )
+    models = report.with_models().models
     loaded = AutoModelForCausalLM.from_pretrained(ROOT / "assets/target")
-    assert models["target"]["parameters"] == loaded.num_parameters()
-    assert models["drafts"].keys() == {"base"}
-    assert roofline.with_model_sizes({**report, "models": {}})["models"] == {}
-    assert "models" not in report
+    assert models is not None
+    assert models.target is not None
+    assert models.target.parameters == loaded.num_parameters()
+    assert models.drafts.keys() == {"base"}
+    known = replace(report, models=ModelSizes(None, {}))
+    assert known.with_models().models == ModelSizes(None, {})
+    assert report.models is None
 
 
 def test_bandwidth_is_measured() -> None:
