@@ -287,7 +287,7 @@ def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None
     assert (fine.returncode, json.loads(fine.stdout)["findings"]) == (0, []), fine.stderr
     folder = tmp_path / "draft"
     shutil.copytree(good["eagle3"], folder)
-    DAMAGE["d2t is missing"].edit.apply(folder)
+    mistakes(LAYERS)["eagle3"]["d2t is missing"].edit.apply(folder)
     bad = run(str(folder), "--engine", "vllm")
     assert bad.returncode == 1
     assert "map-missing" in bad.stdout
