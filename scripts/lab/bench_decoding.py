@@ -49,7 +49,8 @@ from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
 from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
 from train.data.prompts import encode_prompt
-from train.data.sources import PromptSource, read_prompts
+from train.data.sources import read_prompts
+from train.settings.data import PromptSource
 
 EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]
 WARM_UP_TOKENS = 8

@@ -53,12 +53,12 @@ from scripts.lab.cells import (
 )
 from scripts.lab.floor_work import sample_rows
 from train.data.batching import Batch, collate
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.registry import family_settings
 from train.families.settings.base import FamilySettings
 from train.planning.resources import memory_breakdown
 from train.planning.shape_run import ShapeRun, StepWorkload
+from train.trainer.settings import DistillConfig
 from train.trainer.throughput import peak_memory_bytes
 
 SIZES: dict[str, dict[str, int]] = {

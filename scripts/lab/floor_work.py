@@ -20,13 +20,13 @@ from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_
 from eval.benchmark.timing import synchronize
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
+from train.trainer.settings import DistillConfig
 
 MS = 1000.0
 Product = Callable[[Tensor], Tensor]
