@@ -36,6 +36,7 @@ SYMBOLS = {"tau": "τ", "alpha": "α"}
 STOP, GO_ON, NOT_CLEAR = "stop", "go on", "not clear"
 SEED = 0
 """Of all intervals."""
+CAPTION = "Acceptance by training data"
 PREDICTED = "twice the data, predicted"
 
 
@@ -237,7 +238,7 @@ def points_table(curve: DataCurve) -> Table:
             size = f"{doubled:,.0f}, predicted"
             rows.append([f"{temperature:g}", size, *[NOT_MEASURED] * 2, *cells])
     header = ["T", "supervised tokens", "rows", "steps", "τ", "α"]
-    return Table("Acceptance by training data", header, rows)
+    return Table(CAPTION, header, rows)
 
 
 def laws_table(curve: DataCurve) -> Table:
