@@ -23,8 +23,7 @@ from decode.common import run_dir
 from decode.common.chat_template import Messages, encode_prompt
 from decode.common.command import run_command
 from decode.common.damage import read_log
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, naming
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, at_least

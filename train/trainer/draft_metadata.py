@@ -13,7 +13,7 @@ from decode.checkpoints.draft_folder import (
     write_metadata,
 )
 from decode.common import provenance, run_dir
-from decode.common.disk_errors import naming
+from decode.common.errors import naming
 from decode.common.settings import to_dict
 from decode.common.typed_json import from_json
 from decode.drafts.registry import DRAFT_FAMILIES

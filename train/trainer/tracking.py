@@ -25,8 +25,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from decode.common import damage
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, first_line, naming
 from decode.common.files import write_atomically
 from decode.common.secret_patterns import redact
 
