@@ -350,7 +350,9 @@ def test_a_family_has_its_own_settings_alone(
 
 def test_settings_are_read_without_torch() -> None:
     """Bug: a --help that takes seconds, because a module of settings imports what it builds when it is loaded."""
-    program = "import sys, train.distill; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    program = (
+        "import sys, train.distill; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
