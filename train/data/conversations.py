@@ -4,6 +4,7 @@ A sampled set stores the token ids that were generated, never text that was toke
 joined as ids, and what a chat template puts between them is found by rendering it.
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +34,10 @@ class Conversation:
 
     def packed(self) -> "Conversation":
         """The same conversation in a tenth of the memory: 4 bytes a token."""
-        return Conversation(
-            tuple(array("i", segment) for segment in self.prompt_segments),
-            tuple(array("i", reply) for reply in self.replies),
+        segments, replies = (
+            tuple(array("i", ids) for ids in one) for one in (self.prompt_segments, self.replies)
         )
+        return Conversation(segments, replies)
 
 
 def join_turns(
@@ -78,23 +79,16 @@ def conversations_without_replies(
 
 def _segments(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[list[int]]:
     """What stands before each reply of a chat of several turns."""
-    messages = prompt.messages or []
-    parts: list[Messages] = [[]]
-    for before, message in zip([None, *messages], messages, strict=False):
-        if message["role"] == "assistant":
-            continue
-        if before is not None and before["role"] == "assistant" and parts[-1]:
-            parts.append([])
-        parts[-1].append(message)
-    history: Messages = parts[0]
+    by_role = itertools.groupby(prompt.messages or [], lambda m: m["role"] == "assistant")
+    history, *parts = [list(messages) for replies, messages in by_role if not replies] or [[]]
     segments = [encode_prompt(tokenizer, replace(prompt, messages=history))]
-    for part in parts[1:]:
-        before_segment = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
+    for part in parts:
+        before = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
         history = [*history, {"role": "assistant", "content": PROBE_REPLY}, *part]
         text = render_chat(tokenizer, prompt, history, True)
-        if not text.startswith(before_segment):
+        if not text.startswith(before):
             raise _template_rewrites_error(prompt)
-        added = tokenizer(text[len(before_segment) :], add_special_tokens=False)
+        added = tokenizer(text[len(before) :], add_special_tokens=False)
         segments.append(added["input_ids"])
     return segments
 
@@ -122,7 +116,10 @@ def conversation_with_replies(
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     # A chat may begin with a greeting, which answers nobody: it is only read.
     indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
-    segments, replies, previous_end = [], [], _extra_bos_count(tokenizer, ids)
+    bos, previous_end = tokenizer.bos_token_id, 0
+    while bos is not None and ids[previous_end : previous_end + 2] == [bos, bos]:
+        previous_end += 1  # template and tokenizer both add one
+    segments, replies = [], []
     for i in indices if turns == "all" else indices[-1:]:
         before = render_chat(tokenizer, prompt, messages[:i], True)
         upto = render_chat(tokenizer, prompt, messages[: i + 1], False)
@@ -198,14 +195,6 @@ def _plain_text_conversation(
     start = same.index(False) if False in same else min(len(prompt), len(ids) - 1)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Conversation([ids[:start]], [ids[start:] + end])
-
-
-def _extra_bos_count(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
-    """How many BOS tokens at the beginning are repeated, because template and tokenizer both add one."""
-    bos, count = tokenizer.bos_token_id, 0
-    while bos is not None and ids[count : count + 2] == [bos, bos]:
-        count += 1
-    return count
 
 
 def _template_rewrites_error(prompt: Prompt) -> UserError:

@@ -7,7 +7,7 @@
     chat.py           thinking, tools, system messages, several turns
     corpus.py         repeated prompts and those that are evaluated on; scripts, code, lengths; vocabulary coverage
     examination.py    one pass over sampled sets, or over prompts, with all checks
-    rendering.py      samples with their mask and all findings, for a terminal and as an HTML page (doctor.html.j2)
+    rendering.py      samples with their mask and all findings, for a terminal and as an HTML page of the same
 
 Imports train.data, eval.reporting and decode. No weights are loaded.
 """

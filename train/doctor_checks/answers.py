@@ -29,7 +29,7 @@ class AnswerCheck:
         self.tally, self.tokenizer, self.eos, self.vocab_size = tally, tokenizer, eos, vocab_size
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = added | set(tokenizer.all_special_ids) | eos
-        self.inside: Counter[int] = Counter()
+        self.inside = Counter[int]()
         self.max_length, self.short = max_length, short
         self.ends = self.read = 0
         tally.said |= {"max_length": max_length, "short": short}
@@ -60,10 +60,9 @@ class AnswerCheck:
             tally.add("very short answers", row, labels)
         if looping := sum(map(loop_length, said)):
             tally.add("loops", row, looping)
-        inside = Counter(token for ids in said for token in ids if token in self.special)
-        if inside:
-            tally.add("special token inside a reply", row, inside.total())
-            self.inside += inside
+        if inside := [token for ids in said for token in ids if token in self.special]:
+            tally.add("special token inside a reply", row, len(inside))
+            self.inside.update(inside)
 
     def finish(self) -> None:
         """Tells what the findings state of all answers; reports a set of few labels."""

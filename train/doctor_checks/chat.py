@@ -1,6 +1,6 @@
 """Thoughts, tools, system messages and several turns: how often they occur, and whether the template keeps them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +24,10 @@ class FeatureCheck:
     def __init__(self, tally: Tally, template: ChatTemplate | None):
         self.tally, self.template = tally, template
         self.counts: Counter[str] = Counter()
-        self.drops_thoughts = template is not None and template.drops_thoughts
-        self.loses_tools = template is not None and "kept" not in (
-            template.tool_calls,
-            template.tool_results,
-        )
+        self.drops_thoughts = self.loses_tools = False
+        if template is not None:
+            self.drops_thoughts = template.drops_thoughts
+            self.loses_tools = "kept" not in (template.tool_calls, template.tool_results)
         self.several, self.thinking = Defect(), Defect()
         tally.said["template"] = template
 
@@ -92,35 +91,36 @@ def check_sources(
     turns: TurnSelection,
 ) -> dict[str, str | int]:
     """How many prompts before sampling hold what; reports what of it the template would lose."""
-    found = {name: Defect() for name in ("system messages", "tools", "tool calls", "tool results")}
-    several, thoughts = Defect(), Defect()
+    found = defaultdict[str, Defect](Defect)
     for row, prompt in prompts:
         messages = prompt.messages or []
         replies = [m for m in messages if m["role"] == "assistant"]
-        for defect, holds in (
-            (found["system messages"], any(m["role"] == "system" for m in messages)),
-            (found["tools"], prompt.tools is not None),
-            (found["tool calls"], any(m.get("tool_calls") for m in messages)),
-            (found["tool results"], any(m["role"] == "tool" for m in messages)),
-            (several, len(replies) > 0),
-            (thoughts, any(thoughts_of(message_text(m)) for m in replies)),
-        ):
-            if holds:
-                defect.add(row)
+        held = {
+            "system messages": any(m["role"] == "system" for m in messages),
+            "tools": prompt.tools is not None,
+            "tool calls": any(m.get("tool_calls") for m in messages),
+            "tool results": any(m["role"] == "tool" for m in messages),
+            "turns": len(replies) > 0,
+            "thoughts": any(thoughts_of(message_text(m)) for m in replies),
+        }
+        for what in (what for what, holds in held.items() if holds):
+            found[what].add(row)
     if template is not None:
         keeps = (template.system, template.tools, template.tool_calls, template.tool_results)
-        for (what, defect), kept in zip(found.items(), keeps, strict=True):
+        names = ("system messages", "tools", "tool calls", "tool results")
+        for what, kept in zip(names, keeps, strict=True):
+            refuses, drops = "template refuses {what}", "template drops {what}"
             if kept != "kept":
-                refuses, drops = "template refuses {what}", "template drops {what}"
                 kind = refuses if kept == "refused" else drops
-                tally.report(kind, defect.rows, len(prompts), defect, what=what)
+                tally.report(kind, found[what].rows, len(prompts), found[what], what=what)
         if turns == "all" and (template.drops_thoughts or template.rewrites_history):
+            several = found["turns"]
             tally.report("turns cannot be sampled", several.rows, len(prompts), several)
     return {
         "with a system message": found["system messages"].rows,
         **{f"with {name}": found[name].rows for name in ("tools", "tool calls", "tool results")},
-        "chats of several turns": several.rows,
-        "with thoughts in earlier replies": thoughts.rows,
+        "chats of several turns": found["turns"].rows,
+        "with thoughts in earlier replies": found["thoughts"].rows,
     }
 
 
@@ -128,20 +128,18 @@ def check_template(
     tally: Tally, tokenizer: Any, template: ChatTemplate | None, eos: frozenset[int]
 ) -> None:
     """Reports what is wrong with the tokenizer's template, of which `template` is what probing gave."""
-    if template is None:
-        if tokenizer.chat_template is not None:
-            refusal = ""
-            try:
-                apply_template(tokenizer, [user("a")], add_generation_prompt=True)
-            except UserError as error:
-                refusal = f" ({error})"
-            tally.report("template refuses a simple chat", 1, 1, refusal=refusal)
-        return
-    if template.turn_end and template.turn_end[0] not in eos:
+    if template is None and tokenizer.chat_template is not None:
+        refusal = ""
+        try:
+            apply_template(tokenizer, [user("a")], add_generation_prompt=True)
+        except UserError as error:
+            refusal = f" ({error})"
+        tally.report("template refuses a simple chat", 1, 1, refusal=refusal)
+    if template is not None and template.turn_end and template.turn_end[0] not in eos:
         known = ", ".join(repr(tokenizer.decode([i])) for i in sorted(eos)[:4])
         ends = tokenizer.decode(template.turn_end)
         tally.report("a turn's end is no EOS", 1, 1, ends=ends, known=known)
-    if template.doubles_bos:
+    if template is not None and template.doubles_bos:
         tally.report("template and tokenizer both add BOS", 1, 1)
 
 

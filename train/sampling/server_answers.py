@@ -92,7 +92,7 @@ def _ids_of_text(
     The texts of the sampled tokens prove that they were these. Their number alone does not: the same text may have been
     sampled in other pieces, equally many. Both may include an EOS token that is not part of the text.
     """
-    text, stopped = choice["text"], choice["finish_reason"] == "stop"
+    text, extra = choice["text"], (0, 1) if choice["finish_reason"] == "stop" else (0,)
     fast = reader.tokenizer.is_fast
     encoded = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"] if fast else []
@@ -102,10 +102,10 @@ def _ids_of_text(
     if isinstance(sampled, list):
         pieces = [_decode(reader, [token]) for token in ids]
         slices = [text[start:end] for start, end in offsets]  # with their spaces
-        ends = [sampled, sampled[:-1]] if stopped else [sampled]
+        ends = [sampled[: len(sampled) - more] for more in extra]
         same = pieces in ends or slices in ends
     else:
-        same = type(count) is not int or len(ids) in ((count, count - 1) if stopped else (count,))
+        same = type(count) is not int or count - len(ids) in extra
     if UNDECODABLE in text or _decode(reader, ids) != text or not same:
         raise UnusableReplyError("skipped_round_trip")
     return _up_to_eos(ids, reader.eos)
@@ -127,13 +127,12 @@ def _check_text(ids: list[int], text: str, reader: TargetTokenizer) -> None:
 def _end_token(stop_reason: Any, reader: TargetTokenizer) -> int:
     """The EOS token of a reply that ended without listing it: the one that the server names, else the tokenizer's own,
     else the only one. UnusableReplyError if something else ended the reply, or it is not known which one."""
-    if stop_reason is not None:
-        if type(stop_reason) is int and stop_reason in reader.eos:
-            return stop_reason
-    elif reader.tokenizer.eos_token_id in reader.eos:
-        return int(reader.tokenizer.eos_token_id)
-    elif len(reader.eos) == 1:
-        return next(iter(reader.eos))
+    only = next(iter(reader.eos)) if len(reader.eos) == 1 else None
+    own = reader.tokenizer.eos_token_id
+    usual = own if own in reader.eos else only
+    token = usual if stop_reason is None else stop_reason
+    if type(token) is int and token in reader.eos:
+        return token
     raise UnusableReplyError("skipped_end")
 
 
@@ -144,10 +143,8 @@ def _up_to_eos(ids: list[int], eos: frozenset[int]) -> list[int]:
 
 
 def _decode(reader: TargetTokenizer, ids: list[int], skip_special: bool = False) -> str:
-    text: str = reader.tokenizer.decode(
-        ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-    )
-    return text
+    spaces = {"clean_up_tokenization_spaces": False}
+    return str(reader.tokenizer.decode(ids, skip_special_tokens=skip_special, **spaces))
 
 
 def _letters(text: str) -> str:

@@ -65,9 +65,8 @@ class ServerSampling:
         self.bars, self.bar = bars, bars.add_task("answering", total=total, speed="")
         self.failures = Counter[str]()
         self.tokens, self.start = 0, time.perf_counter()
-        self.lists_ids = (
-            False  # the server lists token ids, so that log-probabilities are not needed
-        )
+        # If the server lists token ids, log-probabilities are not needed.
+        self.lists_ids = False
 
     async def answer_all(self, prompts: Sequence[TokenizedPrompt], signals: DeferredStop) -> None:
         """Ends when all prompts are done, after a signal, or with the first error that is no prompt's own."""
@@ -96,7 +95,6 @@ class ServerSampling:
             try:
                 await self._answer(server, state)
             except UnusableReplyError as error:
-                # A row without loss spans, so that the prompt is not asked again.
                 unanswered = Conversation([state.prompt_ids()], [[]])
                 self.writer.add(state.prompt, unanswered, str(error))
             except PromptFailedError as error:

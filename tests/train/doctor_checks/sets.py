@@ -95,7 +95,7 @@ def save_set(
     folder: Path, tokenizer: PreTrainedTokenizerFast, rows: list[SampleRow], template: str = ""
 ) -> Path:
     """The rows as a finished sampled set, made with the tokenizer's template or with another one."""
-    sample_store.add_shard(folder, rows)
+    sample_store.write_shard(folder, rows)
     template = template or tokenizer.chat_template or ""
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     fingerprint = tokenizer_fingerprint(tokenizer)
