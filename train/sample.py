@@ -80,7 +80,6 @@ def write_manifest(
     prompts: Sequence[TokenizedPrompt],
     counts: dict[str, int],
 ) -> None:
-    """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
     made = manifest.Manifest(
         target=reader.name,
@@ -214,7 +213,6 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
 
 
 def load_reader(s: SampleConfig) -> TargetTokenizer:
-    """The target's tokenizer with the chat template of the settings, without weights."""
     return load_target_tokenizer(s.target, s.revision).with_template(s.template)
 
 

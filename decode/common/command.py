@@ -119,7 +119,6 @@ def stop(number: int, saved: str = "") -> NoReturn:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """In the block `handler` is called for SIGINT and SIGTERM."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

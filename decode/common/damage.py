@@ -19,7 +19,6 @@ from decode.common.files import write_atomically
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -36,7 +35,6 @@ def _sha256_of_state(path: Path, *state: int) -> str:
 
 
 def warn(message: str) -> None:
-    """Prints one line on stderr about something that does not stop the command."""
     sys.stderr.write(f"warning: {message}\n")
 
 

@@ -45,7 +45,6 @@ class Journal:
         return max(0, len(self._values) - 1)
 
     def get(self, key: list[Any]) -> Any:
-        """The value of `key`, None if it was not measured yet."""
         return self._values.get(json.dumps(key))
 
     def put(self, key: list[Any], value: Any) -> None:

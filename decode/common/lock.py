@@ -52,7 +52,6 @@ def hold(file: Path, what: str | Path, wait: bool = False) -> Iterator[IO[str]]:
 
 
 def _holder(opened: IO[str]) -> dict[str, Any]:
-    """What the file says about its holder; {} if it says nothing (yet)."""
     opened.seek(0)
     with contextlib.suppress(ValueError):
         found = json.loads(opened.read())

@@ -41,7 +41,6 @@ def hardware() -> Hardware:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
     names = ("torch", "transformers", "accelerate", "datasets")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 

@@ -299,7 +299,6 @@ def _move_aside(path: Path, run_text: str) -> None:
 
 
 def _move_back(path: Path) -> None:
-    """Undoes a `_move_aside` that did not come to its end."""
     moving = path / MOVING
     if moving.is_dir():
         for entry in moving.iterdir():

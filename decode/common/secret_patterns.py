@@ -154,7 +154,6 @@ def looks_random(word: str) -> bool:
 
 
 def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places in their order, those that overlap as one."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(places):
         if joined and start < joined[-1][1]:

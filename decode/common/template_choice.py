@@ -78,7 +78,6 @@ def check_arguments(arguments: Mapping[str, Any], what: str) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold the value."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and _is_plain([*value.values()])
     if isinstance(value, list):
@@ -194,7 +193,6 @@ def undefined_argument(text: str, error: Exception) -> str:
 
 
 def missing_argument_error(name: str) -> UserError:
-    """The error for a template that needs an argument which nobody gave."""
     return UserError(
         f"the target's chat template needs {name}, which nobody gave: add --template '{{{name}: …}}', or "
         f"chat_template_kwargs to the row"

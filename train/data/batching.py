@@ -41,7 +41,6 @@ class Batch:
     draw: int = 0  # number of the step, which seeds what a family draws anew for each row
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`."""
         moved = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         moved = {name: x.to(device, non_blocking=True) for name, x in moved.items()}
         return Batch(**vars(self) | moved)
@@ -101,7 +100,6 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
 
 
 def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
-    """The row's first `max_length` tokens, with loss spans cut to them."""
     if len(row["input_ids"]) <= max_length:
         return row
     spans = [
@@ -129,7 +127,6 @@ def supervised_positions(row: SampleRow) -> Tensor:
 
 
 def supervised_token_count(rows: Sequence[SampleRow]) -> int:
-    """Number of supervised positions, by which the loss of a step is divided."""
     return sum(int(label_mask(row).sum()) for row in rows)
 
 

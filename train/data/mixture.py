@@ -157,10 +157,11 @@ def check_tokenizer(
     Where the model that was sampled still has its tokenizer, vocabularies that extend each other are one
     (`disagreement`); else only equal ones are.
     """
-    if manifest.tokenizer_hash == target.fingerprint:
+    theirs = manifest.tokenizer_hash
+    if theirs == target.fingerprint:
         return
     found, own = compare_tokenizers(
-        manifest.tokenizer_hash, manifest.target, manifest.revision, target.tokenizer, "the samples"
+        theirs, manifest.target, manifest.revision, target.tokenizer, "the samples"
     )
     if found is None:
         lacking = {*own.get_vocab().values()} - {*target.tokenizer.get_vocab().values()}
@@ -170,8 +171,8 @@ def check_tokenizer(
             return
         found = f"id {token} is {own.convert_ids_to_tokens(int(token))!r} for the samples and no token for the target"
     raise UserError(
-        f"samples in {path} were made with tokenizer {manifest.tokenizer_hash} (target {manifest.target}), but "
-        f"{target.name} has {target.fingerprint}{', ' * bool(found)}{found}: sample this target"
+        f"samples in {path} were made with tokenizer {theirs} (target {manifest.target}), but {target.name} has "
+        f"{target.fingerprint}{', ' * bool(found)}{found}: sample this target"
     )
 
 

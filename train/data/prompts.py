@@ -82,7 +82,6 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """The token ids that the target continues, in its chat template. UserError names the prompt."""
     try:
         return chat_template.encode_prompt(tokenizer, prompt.asked, prompt.tools, prompt.arguments)
     except UserError as error:

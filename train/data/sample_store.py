@@ -161,7 +161,6 @@ def targets_in(folder: Path) -> list[ModelFingerprint | None]:
 
 
 def target_metadata(target: ModelFingerprint | None) -> dict[bytes, bytes] | None:
-    """The metadata of a shard whose answers are this target's."""
     return None if target is None else {TARGET_KEY: json.dumps(to_json(target)).encode()}
 
 

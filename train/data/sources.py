@@ -244,7 +244,6 @@ def read_source(
 
 
 def _read_prompt_file(path: Path, label: str = "") -> Iterator[Prompt]:
-    """The prompts of a file or a folder. UserError names the place of a bad one."""
     source = PromptSource("file")
     return _read_rows(read_rows(path, source.split), label, source, False, ReadLog())
 

@@ -49,8 +49,7 @@ def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | Non
         )
     if int(counts.sum()) == 0:
         raise UserError("no supervised token was counted, so none is frequent: sample more answers")
-    rank = counts.clone()
-    rank[kept] = torch.iinfo(rank.dtype).max
+    rank = counts.index_fill(0, torch.tensor(kept, dtype=torch.long), torch.iinfo(counts.dtype).max)
     return rank.argsort(descending=True, stable=True)[:size].sort().values
 
 

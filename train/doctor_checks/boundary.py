@@ -51,7 +51,6 @@ class BoundaryCheck:
             self._check_tokens(row)
 
     def finish(self) -> None:
-        """Tells by how many tokens masks are wrong."""
         late = sum(number for offset, number in self.offsets.items() if offset > 0)
         self.tally.said |= {
             "by": ", ".join(f"{offset:+d}" for offset in sorted(self.offsets)[:6]),
@@ -191,6 +190,5 @@ def messages_before_reply(row: SeenRow) -> Messages | None:
 
 
 def common_prefix(a: Any, b: Any) -> int:
-    """Length of what two sequences have in common at their beginning."""
     differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differing, min(len(a), len(b)))

@@ -73,7 +73,6 @@ class FeatureCheck:
             )  # fmt: skip
 
     def facts(self) -> dict[str, str | int]:
-        """How often each occurs, in rows."""
         counts, thinking = self.counts, self.thinking.rows
         return {
             "chats of several turns": f"{self.several.rows:,} of {self.tally.looked['replied']:,}",
@@ -144,7 +143,6 @@ def check_template(
 
 
 def thoughts_of(text: str) -> str:
-    """What a reply thinks, without white space around it."""
     if OPEN not in text and CLOSE not in text:
         return ""
     return text.partition(CLOSE)[0].rpartition(OPEN)[2].strip()

@@ -65,7 +65,6 @@ class MixCheck:
         self.characters = self.digits = self.code = self.fenced = 0
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row; its characters only if it is in the chosen sample."""
         self.lengths[1 << max(0, len(row.ids) - 1).bit_length()] += 1
         self.sources[row.row["source"]] += 1
         if not row.chosen:
@@ -96,7 +95,6 @@ class MixCheck:
 
 
 def scripts_of(text: str) -> Counter[str]:
-    """{script: letters of it}."""
     return Counter(script_of(character) for character in text if character.isalpha())
 
 
@@ -121,7 +119,6 @@ class CoverageCheck:
         """{size: share of the odd rows' labels in the vocabulary of that size that the even rows choose}."""
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row, whose ids lie in the vocabulary."""
         np.add.at(self.counts[self.rows % 2], np.asarray(row.ids, dtype=np.int64)[row.labels], 1)
         self.rows += 1
 

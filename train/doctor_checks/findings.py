@@ -274,10 +274,8 @@ class Tally:
 
 
 def percent(part: float, whole: float) -> str:
-    """`part` of `whole` in percent with one digit, such as "12.5 %"."""
     return f"{100 * part / whole:.1f} %" if whole > 0 else "0.0 %"
 
 
 def count(number: int, noun: str) -> str:
-    """The number with its noun, such as "1 row" or "1,200 rows"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -58,7 +58,6 @@ class ConversationState:
         return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
 
     def conversation(self) -> Conversation:
-        """The turns so far."""
         return Conversation(self.prompt_segments, self.replies)
 
 
@@ -69,7 +68,6 @@ class ShardWriter:
     """
 
     def __init__(self, s: SampleConfig, target: ModelFingerprint | None = None):
-        """`target` answers; None: texts as they stand are written."""
         self.s, self.target = s, target
         self.rows: list[sample_store.SampleRow] = []
 
