@@ -208,8 +208,10 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     if draft is not None:
         check_request(draft, s.k, s.sampling)
     engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
-    reader = TargetTokenizer.from_target(target).with_template(s.template)
-    return reader, partial(local_engine.generate_answers, s, engine, reader.identity)
+    identity = replace(target.identity, chat_template=reader.chat_template_hash)
+    context, embedded = target.runner.context, target.runner.embedding_rows
+    reader = replace(reader, context=context, eos=target.eos, identity=identity, embedded=embedded)
+    return reader, partial(local_engine.generate_answers, s, engine, identity)
 
 
 def load_reader(s: SampleConfig) -> TargetTokenizer:

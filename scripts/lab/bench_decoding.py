@@ -48,7 +48,7 @@ from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
 from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
-from train.data.prompts import encode_prompt
+from train.data.conversations import encode_prompt
 from train.data.sources import PromptSource, read_prompts
 
 EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]

@@ -22,7 +22,6 @@ from decode.common.template_choice import (
 from decode.model import compatibility
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import (
-    Target,
     check_tokenizer_size,
     end_ids,
     load_config,
@@ -31,9 +30,8 @@ from decode.model.loading import (
 )
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
-from train.data.conversations import Conversation
+from train.data.conversations import Conversation, Prompt, prompt_text
 from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, FilterConfig, PromptFilter
-from train.data.prompts import Prompt, prompt_text
 from train.data.sources import (
     ANSWER_ADVICE,
     NO_PROMPTS,
@@ -101,20 +99,6 @@ class TargetTokenizer:
         if self.identity is None:
             return made
         return replace(made, identity=replace(self.identity, chat_template=made.chat_template_hash))
-
-    @classmethod
-    def from_target(cls, target: Target) -> "TargetTokenizer":
-        return cls(
-            target.name,
-            target.revision,
-            target.tokenizer,
-            target.fingerprint,
-            target.runner.context,
-            target.eos,
-            target.is_encoder_decoder,
-            target.identity,
-            embedded=target.runner.embedding_rows,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from eval.tasks.dataset_specs import BUNDLED_PROMPTS
 from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
-from train.data.prompts import Prompt, make_prompt, prompt_text
+from train.data.conversations import Prompt, make_prompt, prompt_text
 
 DOMAINS = ("code", "prose", "arithmetic")
 EXCERPT_LENGTHS = (200, 600)  # characters

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
 from eval.tasks.row_forms import message_text
-from train.data.conversations import PROBE_REPLY
-from train.data.prompts import Prompt
+from train.data.conversations import PROBE_REPLY, Prompt
 
 SYSTEM, USER, REPLY, NEXT, LAST = "Qsys0", "Qask1", "Qsay2", "Qask3", "Qsay4"
 """Placeholders of contents; they begin and end with letters, so that trimming does not change them."""

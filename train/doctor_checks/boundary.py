@@ -10,7 +10,7 @@ from typing import Any
 
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
-from train.data.prompts import Prompt
+from train.data.conversations import Prompt
 from train.data.template_probe import ChatTemplate, render, user
 from train.doctor_checks.findings import Tally
 from train.doctor_checks.rows import SeenRow, decode

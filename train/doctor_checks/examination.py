@@ -17,11 +17,10 @@ from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
 from decode.common.template_choice import TemplateSetting, describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import Conversation, TurnSelection
+from train.data.conversations import Conversation, Prompt, TurnSelection, encode_prompt
 from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.prompts import Prompt, encode_prompt
 from train.data.sources import (
     NO_PROMPTS,
     REFUSED,
@@ -32,9 +31,8 @@ from train.data.sources import (
     stream_prompts,
 )
 from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
-from train.doctor_checks.answers import AnswerCheck
+from train.doctor_checks.answers import AnswerCheck, FeatureCheck, check_sources, check_template
 from train.doctor_checks.boundary import BoundaryCheck
-from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row

@@ -9,7 +9,7 @@ import numpy as np
 
 from decode.common.chat_template import Messages
 from train.data.batching import label_mask
-from train.data.prompts import Prompt
+from train.data.conversations import Prompt
 from train.data.sample_store import SampleRow
 from train.data.template_probe import ChatTemplate, unrender
 

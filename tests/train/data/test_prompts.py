@@ -21,8 +21,8 @@ from decode.common.settings import parse_settings
 from decode.model import names
 from tests.rows import write_rows
 from train.data import python_corpus
+from train.data.conversations import Prompt, encode_prompt, encode_prompts, prompt_text
 from train.data.filters import EvaluationOverlap
-from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_text
 from train.data.sources import (
     BUNDLED_PROMPTS,
     REPEATS,

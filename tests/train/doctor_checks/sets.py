@@ -15,8 +15,7 @@ from tests.rows import sample_row
 from tests.tiny import tiny_config
 from tests.worlds import byte_tokenizer
 from train.data import manifest, sample_store
-from train.data.conversations import conversation_with_replies, join_turns
-from train.data.prompts import make_prompt
+from train.data.conversations import conversation_with_replies, join_turns, make_prompt
 from train.data.sample_store import SampleRow
 
 END = 1
