@@ -166,12 +166,12 @@ def _times(folder: Path) -> dict[str, int]:
 
 def check_folder(path: Path) -> None:
     """UserError if `path` is a file or a broken link, where a folder is to be made."""
-    if path.is_symlink() and not path.exists():
-        raise UserError(
-            f"{path} is a link to a folder that does not exist: mend it or name another with --out"
-        )
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file: name a folder with --out")
+    if path.is_dir() or not (path.exists() or path.is_symlink()):
+        return
+    is_what = "is a file: name a folder"
+    if not path.exists():
+        is_what = "is a link to a folder that does not exist: mend it or name another"
+    raise UserError(f"{path} {is_what} with --out")
 
 
 def check_file(path: str, inputs: Sequence[str] = (), flag: str = "--out") -> None:
@@ -179,20 +179,20 @@ def check_file(path: str, inputs: Sequence[str] = (), flag: str = "--out") -> No
 
     `flag` is the setting that names the file.
     """
-    file = Path(path)
     if not path:
         return
-    if file.is_dir():
-        raise UserError(f"{path} is a folder: name a file with {flag}")
+    file = Path(path)
     folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise UserError(f"{path}: {folder} is a file, not a folder: name another file with {flag}")
-    if not os.access(folder, os.W_OK):
-        raise UserError(
-            f"{path}: no permission to write into {folder}: name another file with {flag}"
-        )
-    if any(given and Path(given).resolve() == file.resolve() for given in inputs):
-        raise UserError(f"{path} is read by this command: name another file with {flag}")
+    wrong = (
+        " is a folder: name a file" if file.is_dir()
+        else f": {folder} is a file, not a folder: name another file" if not folder.is_dir()
+        else f": no permission to write into {folder}: name another file" if not os.access(folder, os.W_OK)
+        else " is read by this command: name another file"
+        if any(given and Path(given).resolve() == file.resolve() for given in inputs)
+        else ""
+    )  # fmt: skip
+    if wrong:
+        raise UserError(f"{path}{wrong} with {flag}")
 
 
 def check_inputs_outside(out: Path, inputs: Sequence[str | Path]) -> None:

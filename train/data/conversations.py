@@ -205,11 +205,8 @@ def conversation_with_replies(
         messages = [question, {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
         encode_prompt(tokenizer, prompt)  # raises the UserError about the missing template
-    if not tokenizer.is_fast:
-        raise UserError("finding replies in a chat needs a fast tokenizer (tokenizer.json)")
     text = render_chat(tokenizer, prompt, messages, False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = _with_offsets(tokenizer, text, "finding replies in a chat")
     # A chat may begin with a greeting, which answers nobody: it is only read.
     indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     bos, previous_end = tokenizer.bos_token_id, 0
@@ -252,13 +249,10 @@ def split_into_windows(
     Each token is a label once. If the tokenizer starts texts with BOS, each window starts with BOS; otherwise it starts
     with the last token of the previous window, and then the first token of a text is never a label.
     """
-    if not tokenizer.is_fast:
-        raise UserError("cutting texts into windows needs a fast tokenizer (tokenizer.json)")
     if size < 2:
         raise UserError(f"window {size}: need at least 2 tokens")
     text = prompt.text or ""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = _with_offsets(tokenizer, text, "cutting texts into windows")
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     first = 0 if adds_bos else 1
@@ -270,6 +264,16 @@ def split_into_windows(
         window = make_prompt(prompt.source, text[start : offsets[at + len(body) - 1][1]], 0)
         windows.append((window, Conversation([head], [body])))
     return windows
+
+
+def _with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str, purpose: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """(the ids of the text, the [start, end) of each in it)."""
+    if not tokenizer.is_fast:
+        raise UserError(f"{purpose} needs a fast tokenizer (tokenizer.json)")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
 
 
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:

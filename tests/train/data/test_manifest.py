@@ -1,6 +1,7 @@
 """The manifest of a sampled set: sets that lost, gained or changed rows are refused, and sampling mends them."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from decode.common.errors import UserError
 from decode.common.typed_json import to_json
 from tests import worlds
+from tests.rows import sample_row
 from train.data.manifest import (
     Manifest,
     load_set,
@@ -19,7 +21,7 @@ from train.data.manifest import (
     set_damaged_aside,
     write_manifest,
 )
-from train.data.sample_store import SampleRow, row_ends, write_shard
+from train.data.sample_store import row_ends, write_shard
 
 MANIFEST = Manifest(
     target="tiny",
@@ -33,17 +35,7 @@ MANIFEST = Manifest(
     versions={"torch": "2"},
 )
 IDS = {f"{shard}{i}" for shard in "abc" for i in (0, 1)}
-
-
-def row(name: str, token: int = 5) -> SampleRow:
-    return {
-        "id": name,
-        "source": "test",
-        "origin": "target",
-        "input_ids": [token, 6, 7, 8],
-        "loss_spans": [[1, 2], [3, 4]],
-        "finish_reason": "eos",
-    }
+row = functools.partial(sample_row, [5, 6, 7, 8], [[1, 2], [3, 4]])
 
 
 def finished(folder: Path) -> Path:
