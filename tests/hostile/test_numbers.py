@@ -77,14 +77,10 @@ NUMBERS = {
         distill.loop.lr 0 .nan
     """,
     "scripts/lab/task_prompts.py": "math_count -1 | code_count -1 x | article_count -1 | seed -1",
-    "scripts/lab/bench_decoding.py": """
-        count 0 | max_new_tokens 0 1000 | batches '[]' '[0]' | threads -1 | repeats 0 | seed -1
-    """,
     "scripts/lab/floor.py": """
         rows '[]' '[0]' | repeats 0 | max_new_tokens 0 | sampled_rows '[0]' | samples -1 |
         sample_tokens 0 1
     """,
-    "scripts/lab/bench_training.py": "steps 0",
     "scripts/lab/gpu_smoke.py": "k 0 | rows 0 | max_new_tokens 0",
     "scripts/llamacpp_parity.py": "k 0 -1 | max_new_tokens 0 | margin -1 .nan",
 }

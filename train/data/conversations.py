@@ -12,7 +12,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +20,8 @@ from decode.common import chat_template
 from decode.common.chat_template import Arguments, Messages, Tools, apply_template
 from decode.common.errors import UserError
 from eval.tasks.row_forms import Content, message_text
+from train.settings.data import TurnSelection
 
-TurnSelection = Literal["last", "all"]
 PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 

@@ -13,10 +13,11 @@ import numpy as np
 from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
 from eval.tasks.row_forms import message_text
-from train.data.conversations import Prompt, TurnSelection
+from train.data.conversations import Prompt
 from train.data.template_probe import ChatTemplate, user
 from train.doctor_checks.findings import Defect, Tally, count, percent
 from train.doctor_checks.rows import SeenRow
+from train.settings.data import TurnSelection
 
 LONGEST_PHRASE = 64
 """Tokens of the longest phrase whose repetition is looked for."""

@@ -25,12 +25,12 @@ from train.data.filters import EvaluationOverlap
 from train.data.sources import (
     BUNDLED_PROMPTS,
     REPEATS,
-    PromptSource,
     ReadLog,
     evaluation_texts,
     read_prompts,
     stream_prompts,
 )
+from train.settings.data import PromptSource
 
 WORDS = ["<s>", "[user]", "[assistant]", "hello", "world", "<unk>"]
 TEMPLATE = (
