@@ -92,7 +92,9 @@ def apply_template(
     template, given = template_text(tokenizer, options.get("tools")), arguments or {}
     render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False, **given)
     text = str(template)
-    forms = FORMS.get(text) or _find_forms(text, render)
+    if (text, *given) not in FORMS:
+        FORMS[text, *given] = _find_forms(render)
+    forms = FORMS[text, *given]
     messages = [_fit(message, forms) for message in messages]
     try:
         rendered: str = render(messages, **options)
@@ -129,12 +131,12 @@ class MessageForms:
     """It writes the calls of a message only if that has a content."""
 
 
-FORMS: dict[str, MessageForms] = {}
-"""By chat template: what `_find_forms` has found."""
+FORMS: dict[tuple[str, ...], MessageForms] = {}
+"""{(chat template, names of a chat's own arguments of it): what `_find_forms` has found}."""
 PROBE, PROBE_CALL, PROBE_ARGUMENT = "probe", "zq_call", "zq_argument"
 
 
-def _find_forms(template: str, render: Callable[..., str]) -> MessageForms:
+def _find_forms(render: Callable[..., str]) -> MessageForms:
     def shown(chat: Messages, *marks: str) -> str:
         try:
             text = render(chat)
@@ -159,13 +161,12 @@ def _find_forms(template: str, render: Callable[..., str]) -> MessageForms:
     as_object, as_json = call(given, content=""), call(written, content="")
     best = given if as_object else written
     encoded_twice = json.dumps(written)[1:-1] in as_json
-    FORMS[template] = MessageForms(
+    return MessageForms(
         parts=needs_parts,
         objects=bool(as_object),
         texts=bool(as_json) and not encoded_twice,
         content=not call(best) and bool(call(best, content="")),
     )
-    return FORMS[template]
 
 
 def _fit(message: dict[str, Any], forms: MessageForms) -> dict[str, Any]:
