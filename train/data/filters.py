@@ -3,19 +3,14 @@
 import math
 import re
 import zlib
-from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 
-from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, zero_or
+from train.settings.data import FilterConfig
 
-OVERLAPS = "dropped_as_evaluation"
-WRONG_LENGTHS = "dropped_by_length"
-NEAR_DUPLICATES = "dropped_as_near_duplicates"
-FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
+FILTERS = ("dropped_as_evaluation", "dropped_by_length", "dropped_as_near_duplicates")
 """Names of the counts of prompts that the filters drop, in their order."""
+OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES = FILTERS
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
 SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
@@ -29,27 +24,6 @@ LSH_BAND_SIZE = 4
 BUCKET_BITS = 18
 """Bits of a bucket's number: 2^18 buckets of each band, in which 10^6 texts make lists of 4."""
 BUCKET_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-
-@dataclass
-class FilterConfig:
-    """Which prompts are dropped, besides those that overlap evaluation prompts."""
-
-    min_prompt: Count = 1
-    """Shortest prompt in tokens."""
-    max_prompt: CountOrZero = 0
-    """Longest prompt in tokens; 0: the target's context length."""
-    min_answer: Count = 1
-    """Fewest tokens of all replies together; rows with fewer are kept as answered, without loss spans."""
-    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.0
-    """A prompt is dropped if its similarity to an earlier one, the share of 5-word shingles in common, is at least
-    this: 0.6 to 1; 0 drops equal prompts only."""
-
-    def __post_init__(self) -> None:
-        if 0 < self.max_prompt < self.min_prompt:
-            raise UserError(
-                f"filters.min_prompt {self.min_prompt} is above filters.max_prompt {self.max_prompt}: lower it"
-            )
 
 
 class EvaluationOverlap:
@@ -67,10 +41,9 @@ class EvaluationOverlap:
 
     def overlaps(self, text: str) -> bool:
         text = _normalize_whitespace(text)
-        if not self.grams.isdisjoint(_ngrams(text)):
-            return True
-        within = len(text.split()) < SHORT_TEXT_WORDS and text in self.joined
-        return within or any(other in text for other in self.short)
+        is_within = len(text.split()) < SHORT_TEXT_WORDS and text in self.joined
+        contains = any(other in text for other in self.short)
+        return is_within or contains or not self.grams.isdisjoint(_ngrams(text))
 
 
 class NearDuplicates:
@@ -103,9 +76,8 @@ class NearDuplicates:
             return False
         self.count += 1
         if self.count == len(self.signatures):
-            rows = self.count + self.count // 16 + 1024
-            self.signatures.resize((rows, len(bands)), refcheck=False)
-            self.earlier.resize((rows, len(bands)), refcheck=False)
+            for table in (self.signatures, self.earlier):
+                table.resize((self.count + self.count // 16 + 1024, len(bands)), refcheck=False)
         self.signatures[self.count], self.earlier[self.count] = signature, newest
         self.newest[bands, buckets] = self.count
         return True
@@ -116,10 +88,9 @@ class NearDuplicates:
         while (there := texts > 0).any():
             texts, bands = texts[there], bands[there]
             candidates = texts[self.signatures[texts, bands] == signature[bands]]
-            if len(candidates) > 0:
-                equal = self.signatures[candidates].view(np.uint16) == hashes
-                if equal.mean(1).max() >= self.similarity:
-                    return True
+            equal = self.signatures[candidates].view(np.uint16) == hashes
+            if (equal.mean(1) >= self.similarity).any():
+                return True
             texts = self.earlier[texts, bands]
         return False
 
@@ -127,11 +98,9 @@ class NearDuplicates:
 def minhash_signature(text: str) -> np.ndarray:
     """Signature [MINHASH_COUNT] uint32; the share of equal hashes of two texts estimates their Jaccard index."""
     words = re.findall(r"\w+|[^\w\s]", text.lower())  # punctuation counts: 1 + 1 is not 1 - 1
-    shingles = {
-        " ".join(words[i : i + SHINGLE_WORDS])
-        for i in range(max(1, len(words) - SHINGLE_WORDS + 1))
-    }
-    hashed = np.array([zlib.crc32(shingle.encode()) for shingle in shingles], dtype=np.uint64)
+    starts = range(max(1, len(words) - SHINGLE_WORDS + 1))
+    shingles = {" ".join(words[i : i + SHINGLE_WORDS]).encode() for i in starts}
+    hashed = np.array([zlib.crc32(shingle) for shingle in shingles], dtype=np.uint64)
     return ((hashed[:, None] * HASH_FACTORS + HASH_TERMS) >> np.uint64(32)).min(0).astype(np.uint32)
 
 
@@ -163,11 +132,8 @@ def _ngrams(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
 
 
-def _hash_coefficients(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(1, 2**63, MINHASH_COUNT, dtype=np.uint64)
-
-
-HASH_FACTORS, HASH_TERMS = (
-    _hash_coefficients(1) * np.uint64(2) + np.uint64(1),
-    _hash_coefficients(2),
+HASH_TERMS, HASH_FACTORS = (
+    np.random.default_rng(seed).integers(1, 2**63, MINHASH_COUNT, dtype=np.uint64)
+    for seed in (2, 1)
 )
+HASH_FACTORS = HASH_FACTORS * np.uint64(2) + np.uint64(1)  # odd

@@ -7,83 +7,37 @@ text is rendered and tokenised again and compared in pairs.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
-from decode.common.template_choice import TemplateSetting, describe, with_template
+from decode.common.template_choice import describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import Conversation, TurnSelection
+from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.data.manifest import load_set, read_manifest
-from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.prompts import Prompt, encode_prompt
 from train.data.sources import (
+    NO_PROMPTS,
     REFUSED,
     REPEATS,
-    PromptSource,
     ReadLog,
     evaluation_texts,
     stream_prompts,
 )
 from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
-from train.doctor_checks.answers import AnswerCheck
+from train.doctor_checks.answers import AnswerCheck, FeatureCheck, check_sources, check_template
 from train.doctor_checks.boundary import BoundaryCheck
-from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row
+from train.settings.data import DoctorConfig
 
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
 such as each with a date of its own, are not rendered again."""
-
-
-@dataclass
-class DoctorConfig:
-    target: str = "assets/target"
-    """The model that the data is for: folder or Hub name. Its tokenizer, template and config are read, no weights."""
-    revision: str | None = None
-    """Commit, tag or branch of a target on the Hub."""
-    template: TemplateSetting | None = None
-    """Which chat template, and its arguments, as in train/sample.py; null: those that the manifest of each set names,
-    and for `sources` those of the first set, if there is one."""
-    data: DataSpec = ""
-    """A sampled set from train/sample.py, or several: [{path: one}, {path: other}], read whole. May stand first."""
-    sources: list[PromptSource] = field(default_factory=list)
-    """Prompts before sampling, as in train/sample.py. With `data` too, rows are compared with the prompts they
-    answer, which also shows a wrong boundary where the target has no chat template."""
-    turns: TurnSelection = "last"
-    """sources: which replies are to be sampled, as in train/sample.py."""
-    decontaminate: str | list[str] = ""
-    """Files or folders with evaluation prompts besides the bundled ones."""
-    max_length: Count = 512
-    """Tokens of a row that training reads (--loop.max_length of train/distill.py)."""
-    vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])
-    """Sizes of draft vocabularies whose coverage of the labels is measured."""
-    short: Count = 3
-    """Answers with fewer tokens, their end not counted, are very short."""
-    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.8
-    """Prompts are nearly equal if they share this part of their 5-word shingles; 0: not looked for."""
-    worth: Share = 0.05
-    """From this share of the rows or labels on a defect costs something (or stops, if it is grave)."""
-    rows: CountOrZero = 2000
-    """Rows of each set, chosen by the seed, whose text is rendered and tokenised again; 0: all."""
-    show: CountOrZero = 3
-    """Samples to show, those of the gravest findings first."""
-    show_tokens: Count = 300
-    """Tokens shown of a sample, around where its labels begin."""
-    html: str = ""
-    """File for a page with findings and samples; empty: the terminal shows them."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
-    strict: bool = False
-    """Exit code 1 if there is a finding that stops or costs."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -118,9 +72,9 @@ class Renderings:
         simple chat, or after too many others)."""
         template = {**setting, **(own or {})}
         key = json.dumps(template, sort_keys=True)
-        if own and key not in self._found and len(self._found) >= MOST_RENDERINGS:
-            return self.of(setting)[0], None
         if key not in self._found:
+            if own and len(self._found) >= MOST_RENDERINGS:
+                return self.of(setting)[0], None
             tokenizer = with_template(self.bare.tokenizer, template)
             reader = replace(self.bare, tokenizer=tokenizer, template=template)
             self._found[key] = reader, probe(tokenizer)
@@ -163,12 +117,9 @@ def examine_sets(
     facts: dict[str, str | int] = {
         "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered and tokenised again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
-        **features.facts(),
-        **mix.facts(),
-        **coverage.facts(),
     }
-    findings, examples = tally.findings()
-    return Examination(looked["rows"], labels, facts, findings, shown_rows(s, examples, first))
+    facts |= features.facts() | mix.facts() | coverage.facts()
+    return _examination(s, tally, looked["rows"], facts, first)
 
 
 def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator[SeenRow]:
@@ -190,7 +141,7 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
             )  # fmt: skip
             kind = "made with another chat template"
             tally.report(kind, len(store), len(store), path=part.path, other=other)
-        chosen = set(mixture.shuffled(len(store), s.seed)[: s.rows or None].tolist())
+        chosen = _chosen(s, len(store))
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
             own = json.loads(row.get("chat_template_kwargs", "null"))
@@ -209,10 +160,10 @@ def examine_prompts(
     overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
     mix = MixCheck(tally)
     tally.said |= {"context": reader.context, "refused": "; ".join(log.refused), "items": "prompts"}
+    tally.looked["rows"] = len(prompts)
     seen: list[tuple[SeenRow, Prompt]] = []
-    chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
+    chosen = _chosen(s, len(prompts))
     for i, prompt in enumerate(prompts):
-        tally.looked["rows"] += 1
         try:
             ids = encode_prompt(bare.tokenizer, prompt)
             bare.check_embedded(Conversation([ids], []))
@@ -240,9 +191,7 @@ def examine_prompts(
     check_template(tally, reader.tokenizer, template, reader.eos)
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
     facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
-    findings, examples = tally.findings()
-    shown = shown_rows(s, examples, [row for row, _ in seen[: s.show]])
-    return Examination(len(prompts), 0, facts, findings, shown)
+    return _examination(s, tally, len(prompts), facts, [row for row, _ in seen[: s.show]])
 
 
 def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
@@ -251,7 +200,7 @@ def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
     prompts = list(stream_prompts(s.sources, s.seed, log))
     log.check_share()
     if len(prompts) == 0:
-        raise UserError("the sources hold no prompts: add a source or raise a limit")
+        raise UserError(NO_PROMPTS)
     return prompts, log
 
 
@@ -264,6 +213,15 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
     return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
 
 
-def shown_rows(s: DoctorConfig, examples: list[SeenRow], first: list[SeenRow]) -> list[SeenRow]:
-    """The examples, then the first rows; each once, `show` in all."""
-    return list({row.id: row for row in [*examples, *first]}.values())[: s.show]
+def _chosen(s: DoctorConfig, count: int) -> set[int]:
+    """Which of `count` rows are rendered and tokenised again."""
+    return set(mixture.shuffled(count, s.seed)[: s.rows or None].tolist())
+
+
+def _examination(
+    s: DoctorConfig, tally: Tally, rows: int, facts: dict[str, str | int], first: list[SeenRow]
+) -> Examination:
+    """What the tally found; shown are examples of findings, then the first rows, each once."""
+    findings, examples = tally.findings()
+    shown = list({row.id: row for row in [*examples, *first]}.values())[: s.show]
+    return Examination(rows, tally.labels, facts, findings, shown)

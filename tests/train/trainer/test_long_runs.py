@@ -36,12 +36,12 @@ from tests.train.test_distill_command import (
 from tests.worlds import Done, World
 from train.data import mixture, sample_store
 from train.data.manifest import read_manifest, write_manifest
-from train.distill import DistillConfig
 from train.families import causal
 from train.families.settings.causal import CausalSettings
 from train.planning.estimates import FlopsCounter
+from train.settings.training import LoopConfig
 from train.trainer import acceptance_eval, checkpoint, loop, throughput
-from train.trainer.loop import LoopConfig
+from train.trainer.settings import DistillConfig
 from train.trainer.throughput import ThroughputMeter
 
 pytestmark = pytest.mark.slow  # each is a run of many steps, ended in some way
@@ -383,7 +383,7 @@ def test_a_row_that_the_teacher_cannot_read_is_named(
     save_file(weights, folder.target / WEIGHTS, metadata={"format": "pt"})
     bad = rows[0] | {"input_ids": [token, *rows[0]["input_ids"][1:]]}  # type: ignore[operator]
     out = tmp_path / "set"
-    sample_store.add_shard(out, [bad, *rows[1:]])
+    sample_store.write_shard(out, [bad, *rows[1:]])
     write_manifest(out, read_manifest(data))
     batches = mixture.load(str(out), 512)[0].global_batch
     met = next(n for n in range(16) if bad["id"] in [x["id"] for x in batches(8, 0, n)]) + 1
