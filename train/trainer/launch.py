@@ -168,9 +168,7 @@ def settle(name: str, ours: T, default: T, claims: Mapping[str, T]) -> T:
     return said[1] if said else ours
 
 
-def settle_loop(
-    s: LoopConfig, claims: Claims, processes: int, default: LoopConfig
-) -> LoopConfig:
+def settle_loop(s: LoopConfig, claims: Claims, processes: int, default: LoopConfig) -> LoopConfig:
     """The loop's settings in force; accumulation over N micro-batches gives `micro_batch`.
 
     UserError if two say different things, and for a batch that cannot be split evenly.
