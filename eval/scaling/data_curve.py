@@ -17,7 +17,7 @@ from decode.common.published import Digest, Name, Place, Private, Version, Word
 from decode.common.typed_json import Estimate
 from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import Array, Interval, Ratio
-from eval.reporting.formatting import (  # fmt: skip
+from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     format_estimate,
