@@ -142,11 +142,6 @@ def finish(out: str, result: Mapping[str, object]) -> None:
     print(line)
 
 
-def middle(values: Sequence[float]) -> dict[str, float]:
-    """{median, least, most}."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
 def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
     """The mean and the standard deviation over seeds; None where there are too few values."""
     mean = statistics.mean(values) if values else None

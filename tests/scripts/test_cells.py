@@ -181,7 +181,6 @@ def test_intervals_of_pairs_cover_what_they_promise() -> None:
 
 
 def test_averages() -> None:
-    assert cells.middle([3.0, 1.0, 2.0]) == {"median": 2.0, "least": 1.0, "most": 3.0}
     assert cells.mean_and_spread([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
     assert cells.mean_and_spread([1.0]) == (1.0, None)
     assert cells.mean_and_spread([]) == (None, None)
