@@ -305,7 +305,6 @@ def curve_chart(curve: DataCurve) -> ReportChart:
 
 
 def series_names(curve: DataCurve) -> list[str]:
-    """A name for each temperature, and the prediction's."""
     temperatures = sorted({p.temperature for p in curve.points})
     return [*(f"temperature {t:g}" for t in temperatures), PREDICTED]
 
@@ -330,7 +329,6 @@ def curve_panel(curve: DataCurve, metric: str) -> str:
 
 
 def marker_line(curve: DataCurve) -> str:
-    """What each marker stands for, as text."""
     entries = legend_entries(series_names(curve))
     return ", ".join(f"{glyph} {name}" for glyph, _, name in entries)
 

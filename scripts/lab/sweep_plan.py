@@ -175,5 +175,4 @@ def draw(values: DrawnRange | list[Any], generator: random.Random) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """The value as an argument of a command line."""
     return value if isinstance(value, str) else json.dumps(value)
