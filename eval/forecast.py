@@ -80,7 +80,7 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 @dataclass
 class ForecastConfig(MeasuringSettings):
-    COMMON: ClassVar[str] = "target draft tasks ks temperatures dtype out"
+    COMMON: ClassVar[str] = "target draft tasks k temperatures dtype out"
 
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""

@@ -17,8 +17,8 @@ from decode.common.ranges import (
     TreeNodes,
     TreeWidth,
 )
+from decode.common.target_settings import TargetSettings
 from decode.common.template_choice import TemplateSetting
-from decode.distributed.placement import TargetSettings
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree

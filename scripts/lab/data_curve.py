@@ -61,12 +61,13 @@ from eval.scaling.data_curve import DataCurve, TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, run_cells
-from train import distill
+from train import distill, training
 from train.data import batching, mixture
-from train.data.mixture import MixturePart
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
-from train.hub.upload import TrainingPublishConfig
+from train.settings.data import MixturePart
+from train.settings.training import TrainingPublishConfig
+from train.trainer import launch
+from train.trainer.settings import DistillConfig
 
 COMMAND = "scripts/lab/data_curve.py"
 OWNED_FILES = (
@@ -170,14 +171,14 @@ def check_and_plan(s: DataCurveConfig) -> tuple[list[PlannedRun], Target]:
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name} is empty or names one twice: give at least one, each once")
     run = replace(run_settings(s, 1, 0, 0, ""), features="", overwrite=True)  # which writes nothing
-    run, accelerator = distill.init_accelerator(run)
+    run, accelerator = launch.init_accelerator(run)
     if accelerator.num_processes > 1:
         raise UserError("several processes: start this command with python, in one process")
-    _, parts = distill.load_components(run, accelerator)
+    _, parts = training.load_components(run, accelerator)
     check_draft_length(parts.target, s.k)
     for temperature in s.temperatures:
         check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
-    rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
+    rows, _ = training.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
     check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, s.distill.data)
     tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
     sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
@@ -276,7 +277,7 @@ def write_results(out: Path, facts: DataCurve) -> str:
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     runs, target = check_and_plan(s)
-    reads = [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+    reads = [*training.input_paths(s.distill), *(task.path for task in s.tasks)]
     with run_dir.open_run(s, COMMAND, OWNED_FILES, reads) as run:
         found = run_cells(curve_cells(s, runs), run.journal(of_machine=False))
         points = [TrainedPoint(**kept) for (kept,) in found.values()]

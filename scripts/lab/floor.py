@@ -50,8 +50,8 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
+from decode.common.target_settings import TargetSettings
 from decode.common.typed_json import Omitted, from_json, to_json
-from decode.distributed.placement import TargetSettings
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes

@@ -21,13 +21,13 @@ from eval.benchmark.timing import synchronize
 from eval.metrics.bootstrap import MS_PER_SECOND
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
+from train.trainer.settings import DistillConfig
 
 Product = Callable[[Tensor], Tensor]
 

@@ -17,8 +17,8 @@ from train.data import batching
 from train.data.sample_store import SampleRow
 from train.planning import shape_run
 from train.planning.shape_run import ShapeRun, StepWorkload, TrainingCost, made_up_rows
+from train.settings.training import OnPolicyConfig
 from train.teacher.live import compute_hidden_states
-from train.trainer.on_policy import OnPolicyConfig
 
 WEIGHTS = (shape_run.TARGET, shape_run.DRAFT, shape_run.STATES)
 """What stays in memory between steps."""

@@ -20,14 +20,14 @@ from tests.seq2seq import tiny_t5
 from tests.tiny import tiny_config
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.registry import TRAINED_FAMILIES, family_settings
 from train.families.settings.medusa import MedusaSettings
 from train.losses import chunked_sums
 from train.planning import estimates, resources, shape_run
 from train.planning.shape_run import ShapeRun, StepWorkload, made_up_rows
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig
+from train.trainer.settings import DistillConfig
 
 VOCAB, LENGTH = 256, 89
 TARGET, DRAFT, STATES = resources.WEIGHTS
@@ -236,7 +236,7 @@ LARGE = """
 import re, time
 from pathlib import Path
 from tests.train.planning.test_recipes import config_of
-from train.distill import DistillConfig
+from train.trainer.settings import DistillConfig
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
 s = DistillConfig(target="Qwen/Qwen3-8B", target_dtype="bfloat16", draft=Eagle3Settings())
