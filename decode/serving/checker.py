@@ -43,14 +43,14 @@ def check_draft_files(
     for files that no engine could open.
     """
     findings = check_engine_rules(path, engine, engine_version, target)
-    if any(finding.rule == UNCHECKED for finding in findings):
-        return findings
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what decodes all the same
-            load_without_target(path, target)
-    except UserError as error:
-        findings.append(Finding(DECODER_RULE, REFUSED, str(error), "decode/drafts, which loads it"))
+    if all(finding.rule != UNCHECKED for finding in findings):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what decodes all the same
+                load_without_target(path, target)
+        except UserError as error:
+            source = "decode/drafts, which loads it"
+            findings.append(Finding(DECODER_RULE, REFUSED, str(error), source))
     return findings
 
 

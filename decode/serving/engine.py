@@ -9,10 +9,6 @@ from typing import Any
 from decode.serving.log_counts import EngineLog, RequestCounts, Response
 from decode.serving.rules import Rule
 
-NO_EMBEDDING_CAPTURE = (
-    "it names layers by their output and so cannot capture the embedding, which this draft reads"
-)
-
 
 @dataclass(frozen=True)
 class Served:
@@ -131,10 +127,10 @@ class ServingEngine:
     def serving_config(self, draft: ServedDraft) -> EngineServingConfig:
         """The files that serve the draft, or why there are none."""
         if 0 in draft.layers and not self.captures_embedding:
-            return EngineServingConfig(self.name, NO_EMBEDDING_CAPTURE, {})
+            reason = "it names layers by their output and so cannot capture the embedding, which this draft reads"
+            return EngineServingConfig(self.name, reason, {})
         if draft.family not in self.methods or self.files is None:
             reason = self.no_method.format(name=self.name, family=draft.family)
             return EngineServingConfig(self.name, reason, {})
-        versions = self.methods[draft.family].versions or self.versions
-        note = self.note.format(versions=versions)
+        note = self.note.format(versions=self.methods[draft.family].versions or self.versions)
         return EngineServingConfig(self.name, note, self.files(draft))

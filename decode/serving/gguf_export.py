@@ -17,22 +17,14 @@ from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_toke
 from decode.common.errors import UserError
 from decode.drafts.causal import load_ids
 from decode.model.formats.gguf_files import PRE_TOKENIZERS
-from decode.model.loading import (
-    end_ids,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from decode.model.loading import end_ids, load_config, load_model, load_tokenizer
 from decode.model.vocabularies import disagreement
 
 Array = np.ndarray[Any, Any]
 GgufType = Literal["float32", "float16", "bfloat16"]
 """What matrices are stored as; vectors are float32 always."""
 
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-}
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 """GGUF's architecture for each model_type that is written."""
 TYPES = {
     "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -114,20 +106,17 @@ def check_architecture(name: str, config: Any) -> None:
     """UserError unless a GGUF of a known architecture computes what this model does."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    biases = [vars(config).get(key) for key in ("attention_bias", "mlp_bias")]
     reasons = {
-        f"is a {config.model_type} (known are {', '.join(ARCHITECTURES)})": config.model_type
-        not in ARCHITECTURES,
+        f"is a {config.model_type} (known are {', '.join(ARCHITECTURES)})": (
+            config.model_type not in ARCHITECTURES
+        ),
         f"has RoPE of type {rope}": rope != "default",
         "has a sliding window": layers != {"full_attention"},
-        "has biases": bool(
-            getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-        ),
+        "has biases": any(biases),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(
-                f"{name!r} {reason}, which is not written as GGUF here: {OTHER_CONVERTER}"
-            )
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise UserError(f"{name!r} {reason}, which is not written as GGUF here: {OTHER_CONVERTER}")
 
 
 def in_gguf_order(key: str, array: Array, config: Any) -> Array:
@@ -142,18 +131,21 @@ def in_gguf_order(key: str, array: Array, config: Any) -> Array:
 def write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     """The keys that describe the model's shape."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    for add, value in (
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_key_length, head),
+        (writer.add_value_length, head),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_rope_dimension_count, head),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_vocab_size, config.vocab_size),
+    ):
+        add(value)
 
 
 def byte_level_bpe(name: str, tokenizer: Any) -> tuple[str, list[str]]:

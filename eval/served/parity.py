@@ -87,6 +87,10 @@ def count_rounds(
     )
 
 
+def tau(total: RequestCounts) -> float:
+    return 1 + total.accepted / max(1, total.rounds or 0)
+
+
 def counts_json(x: RequestCounts) -> dict[str, Any]:
     at = list(x.accepted_at)
     return {"rounds": x.rounds, "drafted": x.drafted, "accepted": x.accepted, "by_position": at}
@@ -211,6 +215,7 @@ def compare_sampled(
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
     sides = [np.array([[x.rounds, *x.accepted_at] for x in side]) for side in (ours, vllm)]
     test = run_permutation_test(sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed)
+    renamed = {"a": "ours", "b": "vllm"}
     return {
         "temperature": s.temperature,
         "prompts": len(ours),
@@ -223,8 +228,7 @@ def compare_sampled(
         "p_value": test.p_value,
         "permutations": test.permutations,
         "parts": [
-            {"name": part.name, "ours": part.a, "vllm": part.b}
-            | {key: value for key, value in asdict(part).items() if key not in ("name", "a", "b")}
+            {renamed.get(key, key): value for key, value in asdict(part).items()}
             for part in test.parts
         ],
     }
@@ -234,7 +238,7 @@ def totals_table(totals: Mapping[str, RequestCounts]) -> Table:
     table = Table("", "rounds", "accepted", "by position", "τ")
     for name, x in totals.items():
         counts = (str(x.rounds), str(x.accepted), str(list(x.accepted_at)))
-        table.add_row(name, *counts, f"{1 + x.accepted / max(1, x.rounds or 0):.3f}")
+        table.add_row(name, *counts, f"{tau(x):.3f}")
     return table
 
 

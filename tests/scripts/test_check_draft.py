@@ -112,7 +112,7 @@ def test_every_damage_is_seen(
     """
     folder = tmp_path / "draft"
     shutil.copytree(good[family], folder)
-    mistake.edit.apply(folder)
+    mistake.edit(folder)
     assert mistake.rules
     for engine in SERVED[family]:
         found = check_draft_files(str(folder), engine, "", target_of(family, target))
@@ -287,7 +287,7 @@ def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None
     assert (fine.returncode, json.loads(fine.stdout)["findings"]) == (0, []), fine.stderr
     folder = tmp_path / "draft"
     shutil.copytree(good["eagle3"], folder)
-    mistakes(LAYERS)["eagle3"]["d2t is missing"].edit.apply(folder)
+    mistakes(LAYERS)["eagle3"]["d2t is missing"].edit(folder)
     bad = run(str(folder), "--engine", "vllm")
     assert bad.returncode == 1
     assert "map-missing" in bad.stdout

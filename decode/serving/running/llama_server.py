@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
-from decode.serving import llamacpp_engine, prometheus
+from decode.serving import prometheus
+from decode.serving.engine_logs import read_llamacpp_response
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running.server_process import find_executable, free_port, running_server
 
@@ -41,18 +42,23 @@ def server_version(server: str) -> str:
     return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
 
 
-def server_command(
-    server: str, target: Path, draft: Path, kind: str, k: int, context: int, port: int
-) -> list[str]:
-    """The command line: one request at a time, without reuse of prompts, rounds of K greedy drafts. `kind` is the
-    draft's --spec-type."""
-    return [
+@contextmanager
+def llama_server(
+    server: str, target: Path, draft: Path, kind: str, k: int, context: int
+) -> Iterator[str]:
+    """The address of a server of these two GGUF files, which ends with the block: one request at a time, without reuse
+    of prompts, rounds of K greedy drafts. `kind` is the draft's --spec-type."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [
         *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
         *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
         *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
         *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
+    with running_server(command, f"{url}/health", START_SECONDS, "llama-server"):
+        yield url
 
 
 @dataclass(frozen=True)
@@ -62,18 +68,6 @@ class ServedAnswer:
     response: dict[str, Any]
     """As it came; `tokens` are the answer's ids."""
     counts: RequestCounts
-
-
-@contextmanager
-def llama_server(
-    server: str, target: Path, draft: Path, kind: str, k: int, context: int
-) -> Iterator[str]:
-    """The address of a server of these two GGUF files, which ends with the block."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = server_command(server, target, draft, kind, k, context, port)
-    with running_server(command, f"{url}/health", START_SECONDS, "llama-server"):
-        yield url
 
 
 def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
@@ -95,7 +89,7 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     # Counters by position appear with the first draft.
     rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
     counted = prometheus.sum_samples("llamacpp", rise, METRICS)
-    listed = llamacpp_engine.read_response(response, "the response of llama-server")
+    listed = read_llamacpp_response(response, "the response of llama-server")
     if (listed.drafted, listed.accepted) != (counted.drafted, counted.accepted):
         raise UserError(
             f"llama-server's response has {listed.drafted} drafted and {listed.accepted} accepted tokens, its /metrics "

@@ -17,10 +17,6 @@ from decode.common.command import end_with_parent
 from decode.common.errors import UserError
 
 GUARD = Path(__file__).with_name("server_guard.py")
-LOG_TAIL = 1500
-"""Characters of the server's log in an error."""
-ENDING_SECONDS = 5.0
-"""Between the moment that a server no longer answers and its end."""
 
 
 @contextmanager
@@ -49,7 +45,7 @@ def running_server(
                 yield
             except UserError as error:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(ENDING_SECONDS)
+                    process.wait(5)  # after it has answered no more
                 if process.returncode is None:
                     raise
                 raise UserError(
@@ -91,4 +87,4 @@ def _wait_until_ready(
 
 def _end_of(log: TextIO) -> str:
     log.seek(0)
-    return f"the end of its log:\n{log.read()[-LOG_TAIL:]}"
+    return f"the end of its log:\n{log.read()[-1500:]}"

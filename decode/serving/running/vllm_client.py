@@ -31,8 +31,11 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 def find_interpreter(asked: str = "") -> str:
     """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
-    advice = "bash scripts/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
-    return find_executable(wanted, "interpreter", advice)
+    on_cuda = "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+    install = on_cuda if torch.cuda.is_available() else "bash scripts/install_vllm_cpu.sh"
+    return find_executable(
+        wanted, "interpreter", f"{install} makes one; name it, or set VLLM_PYTHON"
+    )
 
 
 def has_vllm(python: str) -> bool:
@@ -128,24 +131,17 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
 
 def answer_counts(result: Mapping[str, Any]) -> list[RequestCounts]:
     """The counts of each prompt of a job's result."""
-    return [
-        RequestCounts(
-            x["rounds"],
-            x["drafted"],
-            x["accepted"],
-            tuple(x["by_position"]),
-            output_ids=tuple(map(tuple, x["ids"])),
-        )
-        for x in result["answers"]
-    ]
+    found = []
+    for x in result["answers"]:
+        ids, at = tuple(map(tuple, x["ids"])), tuple(x["by_position"])
+        found.append(RequestCounts(x["rounds"], x["drafted"], x["accepted"], at, output_ids=ids))
+    return found
 
 
 def model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """An absolute path, since vLLM runs in another folder: the cached one of a GGUF or adapter. A Hub name as it is."""
-    number_type = NUMBER_TYPES.get(dtype, torch.float32)
-    folder = (
-        adapter_folder(name, "model", revision) or gguf_folder(name, revision, number_type) or name
-    )
+    gguf = gguf_folder(name, revision, NUMBER_TYPES.get(dtype, torch.float32))
+    folder = adapter_folder(name, "model", revision) or gguf or name
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 

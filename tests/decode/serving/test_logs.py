@@ -11,8 +11,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.serving.log_counts import EngineLog, PrintedLine, recover
-from decode.serving.log_responses import BROKE_OFF
-from decode.serving.logs import read_log
+from decode.serving.logs import BROKE_OFF, read_log
 from eval import rescore
 from eval.served.scoring import compare, match_prompts, score
 

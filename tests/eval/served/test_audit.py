@@ -14,19 +14,12 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.serving.checker import check_draft_files
-from decode.serving.edits import (
-    Edit,
-    combine,
-    drop,
-    set_config,
-    set_rope_theta,
-)
 from decode.serving.log_counts import RequestCounts
 from decode.serving.rules import read_draft, read_target
 from eval.served import parity
 from eval.served.audit import ServedCounts, audit_draft, vllm_counts
 from eval.served.parity import RefereeConfig
-from eval.served.reading import copy_files
+from eval.served.reading import Edit, combine, copy_files, drop, set_config, set_rope_theta
 from eval.served.suspects import readings
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
@@ -64,7 +57,7 @@ class World:
     def edited(self, family: str, edit: Edit, out: Path) -> Path:
         """A copy of the draft with an edit, without draftsmith.json."""
         copy_files(read_draft(str(self.folder / family)), out)
-        edit.apply(out)
+        edit(out)
         return out
 
     def counts(self, draft: Path) -> list[RequestCounts]:
@@ -210,7 +203,7 @@ def test_readings_of_heads_without_a_projection_can_be_saved(world: World, tmp_p
     d = read_draft(str(damaged), read_target(str(world.folder / "target"), tokenizer=False))
     for number, reading in enumerate(readings(d)):
         copy_files(d, tmp_path / str(number))
-        reading.edit.apply(tmp_path / str(number))
+        reading.edit(tmp_path / str(number))
         assert (tmp_path / str(number) / "model.safetensors").is_file()
 
 
