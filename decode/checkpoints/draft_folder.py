@@ -174,8 +174,7 @@ def is_altered(path: str, sha256: str | None) -> bool:
 def check_saved_draft(path: str) -> None:
     """Compares the files of a draft's folder with draftsmith.json: a warning if weights or config.json were altered
     after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record."""
-    sha256 = draft_sha256(path)
-    if is_altered(path, sha256):
+    if is_altered(path, draft_sha256(path)):
         damage.warn_once(
             f"draft {path!r} has other weights or another config.json than {METADATA_FILE} says: it was changed or "
             "damaged after training, and what was measured in training is not about it"
@@ -234,9 +233,8 @@ def check_vocabulary(path: str, target: Target) -> Any:
     """The tokenizer of a causal draft, which gives no id that it shares with the target's to another token: either may
     have tokens that the other lacks. UserError names the first id that they give to different tokens."""
     tokenizer = load_tokenizer(path)
-    if tokenizer_fingerprint(tokenizer) == target.fingerprint:
-        return tokenizer
-    found = disagreement(tokenizer, target.tokenizer)
+    same = tokenizer_fingerprint(tokenizer) == target.fingerprint
+    found = None if same else disagreement(tokenizer, target.tokenizer)
     if found is not None:
         raise UserError(
             f"draft {path!r} and target {target.name!r} disagree on token ids, {found}: use a draft trained for this "

@@ -22,14 +22,9 @@ WEIGHTS_FILE = "model.safetensors"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 VOCAB_MAPS = ("d2t", "t2d")
 """Tensors that map a reduced vocabulary to the target's: offsets of draft ids [Vd], and a mask [V]."""
-AUX_LAYER_FIELDS = (
-    "eagle_aux_hidden_state_layer_ids",
-    "num_aux_hidden_states",
-    "eagle_config",
-)
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_FIELDS = (AUX_LAYERS, "num_aux_hidden_states", "eagle_config")
 """The fields of config.json that `aux_layer_fields` writes."""
-UNREAD = ("rotary_emb.", "verifier_")
-"""Parts of names of tensors that no draft needs: buffers that can be computed, and copies that only a loss reads."""
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -121,15 +116,10 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
     if not layers:
         return {}
     # Engines read the first (states entering a layer) or `eagle_config` (states leaving one).
-    fields: dict[str, Any] = {
-        "eagle_aux_hidden_state_layer_ids": list(layers),
-        "num_aux_hidden_states": len(layers),
-    }
+    fields: dict[str, Any] = {AUX_LAYERS: list(layers), "num_aux_hidden_states": len(layers)}
     if min(layers) > 0:  # the embedding is no layer's output: SGLang has no id for it
-        fields["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
-            "use_aux_hidden_state": True,
-        }
+        outputs = list(capture_to_output(layers))
+        fields["eagle_config"] = {AUX_LAYERS: outputs, "use_aux_hidden_state": True}
     return fields
 
 
@@ -159,10 +149,7 @@ def capture_to_output(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids of the same states by the layer that they enter, the inverse of `capture_to_output`.
-
-    UserError for negative ids.
-    """
+    """The inverse of `capture_to_output`. UserError for negative ids."""
     if any(i < 0 for i in ids):
         raise UserError(f"layers {list(ids)}: count them from 0, never from the end")
     return tuple(i + 1 for i in ids)
@@ -246,7 +233,8 @@ def draft_to_target_ids(
 
     UserError when the map is missing, damaged or contradicts itself.
     """
-    if config["draft_vocab_size"] == config["vocab_size"]:
+    size, whole = config["draft_vocab_size"], config["vocab_size"]
+    if size == whole:
         maps = {name: tensors[name] for name in VOCAB_MAPS if name in tensors}
         if maps.get("d2t", torch.zeros(1)).any() or not maps.get("t2d", torch.ones(1)).all():
             raise UserError(
@@ -256,11 +244,9 @@ def draft_to_target_ids(
         return None
     if "d2t" not in tensors:
         raise UserError(
-            f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
-            "maps them: save it again"
+            f"draft {path!r} has {size} of {whole} ids and no d2t that maps them: save it again"
         )
-    size = config["draft_vocab_size"]
-    ids = ids_from_d2t(tensors["d2t"], config["vocab_size"])
+    ids = ids_from_d2t(tensors["d2t"], whole)
     if "t2d" in tensors and not torch.equal(ids, tensors["t2d"].nonzero()[:, 0]):
         raise UserError(
             f"draft {path!r}: d2t and t2d name different tokens: download or save the checkpoint again"
@@ -309,16 +295,16 @@ def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch
         for parameter in net.parameters():
             parameter.fill_(float("nan"))
     own = net.state_dict()
-    absent, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    unknown = sorted(tensors.keys() - own.keys())
     wrong = [
         f"{name} is {list(tensors[name].shape)} and not {list(value.shape)}"
         for name, value in own.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
-    if absent or wrong:
-        what = ", ".join(wrong or [f"{name} is missing" for name in absent])
+    wrong = wrong or [f"{name} is missing" for name in sorted(own.keys() - tensors.keys())]
+    if wrong:
         raise UserError(
-            f"draft {path!r} does not fit its config.json ({what:.120}): get its files again"
+            f"draft {path!r} does not fit its config.json ({', '.join(wrong):.120}): get its files again"
         )
     if unknown:
         raise UserError(
@@ -344,10 +330,8 @@ def take_copy(
     UserError if it is another: the draft was trained with it, and it would not be read.
     """
     found = tensors.pop(name, None)
-    plain = type(own) in (
-        torch.Tensor,
-        torch.nn.Parameter,
-    )  # not in eight bits, nor split over devices
+    # Not in eight bits, nor split over devices.
+    plain = type(own) in (torch.Tensor, torch.nn.Parameter)
     if found is not None and plain and not equal_values(found, own):
         raise UserError(
             f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
@@ -357,7 +341,5 @@ def take_copy(
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two matrices hold equal values, after rounding to the narrower of their dtypes."""
-    if a.shape != b.shape:
-        return False
     b, narrow = b.detach().cpu(), min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(a.to(narrow), b.to(narrow)) or torch.equal(a.float(), b.float())
