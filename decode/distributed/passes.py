@@ -39,10 +39,9 @@ class FollowedModel:
         self.model, self.config = model.eval(), decoder_config(model)
         self.device: torch.device = model.device
         self.cache_name = cache_name(model.base_model)
-        self.caches: dict[int, Any] = {}
+        self.caches: dict[int | None, Any] = {}
 
     def prepare(self) -> None:
-        """Makes the model run with our attention, as a runner's does."""
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
 
@@ -60,7 +59,7 @@ class FollowedModel:
         self.caches = {name: cache for name, cache in self.caches.items() if name in alive}
         context: Any = nullcontext()
         cache = None
-        if number is not None and slots is not None:
+        if slots is not None:
             cache = self.slot_cache(number, **slots)
             context = attention.forward_context(cache.slots)
         elif number is not None:
@@ -73,17 +72,14 @@ class FollowedModel:
 
     def slot_cache(
         self,
-        number: int,
+        number: int | None,
         rows: int,
         size: int,
         visible: int,
-        base: Tensor,
-        count: int,
-        row: Tensor | None,
         nodes: list[Tensor] | None,
-        is_prefill: bool,
+        **positions: Any,
     ) -> StaticKVCache:
-        """The cache, ready for a pass with these slots; the arguments are those of `leader.slot_arguments`."""
+        """The cache, ready for a pass with these slots; the arguments are those of `slot_arguments`."""
         if number not in self.caches:
             layers = self.config.num_hidden_layers
             self.caches[number] = StaticKVCache(layers, rows, size, self.device)
@@ -91,9 +87,9 @@ class FollowedModel:
         if cache.slots.size < size:
             cache.reserve(size)
         cache.slots.limit_to(visible)
-        base, row, nodes = to_device((base, row, nodes), self.device)
+        positions, nodes = to_device((positions, nodes), self.device)
         tree = None if nodes is None else TreeNodes(*nodes)
-        cache.slots.set_positions(base, count, row=row, nodes=tree, is_prefill=is_prefill)
+        cache.slots.set_positions(**positions, nodes=tree)
         return cache
 
     @torch.inference_mode()
@@ -147,7 +143,6 @@ def to_device(value: Any, device: torch.device) -> Any:
 # ---- leader ----
 
 CPU = torch.device("cpu")
-END_PATIENCE = timedelta(seconds=10)
 
 
 def lead(run: Callable[[], None], load: LoadModel) -> None:
@@ -158,20 +153,17 @@ def lead(run: Callable[[], None], load: LoadModel) -> None:
     if tensor_parallel.join_launch() > 0:
         follow(load)
         return
+    failure: Exception | None = None
     try:
         with tensor_parallel.alone():
             run()
-    # A signal may come in the middle of a pass; then the launcher ends the others
-    except Exception:
-        send_end()
-        raise
-    send_end()
-
-
-def send_end() -> None:
-    """Ends the followers, unless they are gone or wait for a part of a pass that failed here."""
-    with suppress(RuntimeError):
-        send(("end",), END_PATIENCE)
+    # Not a signal, which may come in the middle of a pass; then the launcher ends the others.
+    except Exception as error:
+        failure = error
+    with suppress(RuntimeError):  # they are gone, or wait for a part of a pass that failed here
+        send(("end",), timedelta(seconds=10))
+    if failure is not None:
+        raise failure
 
 
 class PassSender:
@@ -214,18 +206,8 @@ class PassSender:
         mask = attention.current_forward().mask
         documents = mask.numbers.cpu() if isinstance(mask, DocumentMask) else None
         alive = sorted(self.caches.values())
-        send(
-            (
-                "pass",
-                self.number,
-                to_device(args, CPU),
-                to_device(inputs, CPU),
-                number,
-                slots,
-                alive,
-                documents,
-            )
-        )
+        told = to_device((args, inputs), CPU)
+        send(("pass", self.number, *told, number, slots, alive, documents))
         return args, {**inputs, self.cache_name: cache}
 
 
@@ -239,7 +221,6 @@ class LeadingRunner(ModelRunner):
         super().__init__(model)
 
     def prepare_model(self) -> None:
-        """As of any runner; the followers do the same with their parts."""
         super().prepare_model()
         send(("prepare", self.sender.number))
 

@@ -19,10 +19,6 @@ from transformers.distributed import DistributedConfig
 
 from decode.common.errors import UserError
 
-REPLICATED = "replicated_with_grad_allreduce"
-"""transformers' name for weights that each process has whole."""
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What a launcher sets for each of several processes."""
 LONGEST_SILENCE = timedelta(days=30)
 """How long followers wait for the next message: the leader may do other things for hours."""
 
@@ -55,11 +51,8 @@ def join_launch() -> int:
             "placement.kind tensor_parallel needs a process for each part: start the command with "
             "torchrun --nproc-per-node N, or accelerate launch --num_processes N"
         )
-    for name, kind in {
-        "ACCELERATE_USE_FSDP": "FSDP",
-        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    }.items():
-        if os.environ.get(name, "false").lower() in ("1", "true"):
+    for kind in ("FSDP", "DeepSpeed"):
+        if os.environ.get(f"ACCELERATE_USE_{kind.upper()}", "false").lower() in ("1", "true"):
             raise UserError(
                 f"placement.kind tensor_parallel: all processes belong to the target, and {kind} would shard the draft "
                 "over the same ones: launch without it"
@@ -74,7 +67,8 @@ def join_launch() -> int:
 @contextmanager
 def alone() -> Iterator[None]:
     """In the block this process looks like the only one of its launch, to Accelerate as well."""
-    hidden = {name: os.environ.pop(name) for name in LAUNCH_VARIABLES if name in os.environ}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
@@ -115,12 +109,9 @@ def load_sharded(
     """
     size = dist.get_world_size()
     plan = replicated_ends_plan(config, what, size)
+    split = DistributedConfig(tp_size=size, tp_plan=plan)
     result: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        distributed_config=DistributedConfig(tp_size=size, tp_plan=plan),
-        output_loading_info=True,
-        **settings,
+        folder, config=config, distributed_config=split, output_loading_info=True, **settings
     )
     return result
 
@@ -138,15 +129,13 @@ def replicated_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
         raise UserError(
             f"{what}: transformers has no tensor-parallel plan for {config.model_type}: use placement.kind device_map"
         )
-    heads = (
-        text.num_attention_heads,
-        vars(text).get("num_key_value_heads") or text.num_attention_heads,
-    )
-    if any(count % size for count in heads):
+    heads = text.num_attention_heads
+    key_heads = vars(text).get("num_key_value_heads") or heads
+    if heads % size or key_heads % size:
         raise UserError(
-            f"{what} has {heads[0]} heads and {heads[1]} key heads, which {size} processes cannot share out evenly: "
+            f"{what} has {heads} heads and {key_heads} key heads, which {size} processes cannot share out evenly: "
             "start a number that divides both"
         )
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    return plan | dict.fromkeys(names, REPLICATED)
+    return plan | dict.fromkeys(names, "replicated_with_grad_allreduce")

@@ -48,17 +48,8 @@ from eval.results.report import LawResult, LawTest, LawVerdict
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16
-TOKENS_PER_PROMPT = 48
-"""Tokens sampled after each prompt. Short texts use more prompts and keep fewer of the draft's distributions."""
-MAX_IMPOSSIBLE_SHARE = 1e-3
-"""Share of tokens that may lie just outside top-k or top-p, because two passes round differently."""
 MIN_TOKENS = 200
 """A test of fewer tokens is left out."""
-LOSSY_CONTROL_RULE = "typical"
-"""The registered rule of the control: the tests must reject it."""
-TOKENWISE_RULE = "exact"
-"""Accepts drafted tokens one by one; only then each token follows p given that its position was reached, for the orders
-that need the draft's distributions."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +91,13 @@ def check_sampling_distribution(
     verdicts = []
     for number, method in enumerate(real):
         lossless = find_rule(method.rule).lossless
-        control_caught: bool | None = None
+        caught: bool | None = None
         if method.draft is not None and lossless:
-            control = replace(method, rule=LOSSY_CONTROL_RULE)
+            control = replace(method, rule="typical")  # which the tests must reject
             found = judge_tests(run_tests(control, s.seed + 2 * number + 1))
-            control_caught = not all(test.passed for test in found)
+            caught = not all(test.passed for test in found)
         passed = all(test.passed for test in judged if test.method == method.name)
-        verdicts.append(LawVerdict(method.name, not lossless, passed, control_caught))
+        verdicts.append(LawVerdict(method.name, not lossless, passed, caught))
     claims = [v for v in verdicts if not v.lossy]
     return LawResult(
         temperature=sampling.temperature,
@@ -120,12 +111,13 @@ def check_sampling_distribution(
 
 
 def judge_tests(tests: Sequence[LawTest]) -> list[LawTest]:
-    """With what Holm's correction says of them together. Too many tokens that p excludes fail a test as well."""
+    """With what Holm's correction says of them together. Too many tokens that p excludes fail a test as well: a few may
+    lie just outside top-k or top-p, because two passes round differently."""
     level = SIGNIFICANCE_LEVEL / max(1, len(tests))
     return [
         replace(
             test,
-            passed=ok and test.impossible <= MAX_IMPOSSIBLE_SHARE,
+            passed=ok and test.impossible <= 1e-3,
             detects=minimum_detectable_shift(test.tokens, level),
         )
         for test, ok in zip(tests, holm_passes([test.p_value for test in tests]), strict=True)
@@ -159,9 +151,12 @@ def sample_pit_values(
         seeds = [((seed + 1) << 40) + batch * BATCH_SIZE + i for i in range(BATCH_SIZE)]
         if draft is not None:
             draft.proposals.clear()
-        rounds = engine.speculate(chosen, max_new_tokens=TOKENS_PER_PROMPT, seeds=seeds)
+        # Short texts use more prompts and keep fewer of the draft's distributions.
+        rounds = engine.speculate(chosen, max_new_tokens=48, seeds=seeds)
         outputs = collect_outputs(chosen, rounds)
-        recorded = draft.proposals if draft is not None and method.rule == TOKENWISE_RULE else []
+        # Of the rules this one alone accepts drafted tokens one by one: only then each token follows p given that its
+        # position was reached.
+        recorded = draft.proposals if draft is not None and method.rule == "exact" else []
         for row, output in enumerate(outputs):
             parts.append(_pit_values(model, output, recorded, row, sampling, rng))
             total += len(output.output_ids)
@@ -188,26 +183,19 @@ def _pit_values(
     p = warp(logits, sampling).double()
     x = torch.tensor(output.output_ids, device=p.device)
     u = torch.from_numpy(rng.random(n)).to(p.device)
-    p_x = p.gather(1, x[:, None])[:, 0]
 
     def transform(score: torch.Tensor) -> torch.Tensor:
         """u for tokens in descending order of `score` [n, V] or [V]; tokens of equal score form one group."""
         score = score.expand_as(p)
         own = score.gather(1, x[:, None])
-        before = (p * (score > own)).sum(1)
-        tied = (p * (score == own)).sum(1)
-        return before + u * tied
+        return (p * (score > own)).sum(1) + u * (p * (score == own)).sum(1)
 
     # A group of ties has the probability of its tokens' sum under p, so u stays uniform.
     q, bonus = _draft_distributions(output, proposals, row, p)
     by_draft = torch.where(q.isnan().any(1), torch.nan, transform(p - q.nan_to_num()))
-    columns = (
-        transform(p),
-        transform(-torch.arange(p.shape[1], device=p.device).double()),
-        by_draft,
-        bonus,
-        p_x == 0,
-    )
+    by_id = transform(-torch.arange(p.shape[1], device=p.device).double())
+    impossible = p.gather(1, x[:, None])[:, 0] == 0
+    columns = (transform(p), by_id, by_draft, bonus, impossible)
     return PITValues(*(column.cpu().numpy() for column in columns))
 
 
