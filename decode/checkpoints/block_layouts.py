@@ -38,10 +38,8 @@ def dflash_config(
     mask_token: int,
     markov_rank: int = 0,
 ) -> HeadConfig:
-    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
-
-    With `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent.
-    """
+    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids). With
+    `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent."""
     config = llama_layer_config(target, vocab) | {
         "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
         "model_type": "qwen3",

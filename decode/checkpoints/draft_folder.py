@@ -123,7 +123,6 @@ class DraftMetadata:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a draftsmith.json that says anything."""
         return self != DraftMetadata()
 
 
@@ -244,11 +243,9 @@ def check_vocabulary(path: str, target: Target) -> Any:
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
-    """UserError naming both tokenizers if draft and target would decode the same ids to different text.
-
-    Where the target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
-    (`disagreement`); else only equal ones are.
-    """
+    """UserError naming both tokenizers if draft and target would decode the same ids to different text. Where the
+    target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
+    (`disagreement`); else only equal ones are."""
     if draft_fingerprint == target.fingerprint:
         return
     trained = read_metadata(path).target or TargetRecord()

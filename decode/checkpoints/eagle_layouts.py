@@ -46,10 +46,8 @@ NO_LAYER_NAMES = re.compile(
 
 def llama_layer_config(target: Any, vocab: int, width: int = 0) -> HeadConfig:
     """The part of config.json that EAGLE and DFlash share: a Llama layer with the heads, norms and RoPE of its target.
-
     `width` is the draft's hidden size (0: the target's). In a narrower draft attention heads keep their size and there
-    are fewer of them.
-    """
+    are fewer of them."""
     fields, hidden = target.to_dict(), target.hidden_size
     width = width or hidden
     size = fields.get("head_dim") or hidden // target.num_attention_heads
@@ -110,10 +108,8 @@ def eagle3_config(
     width: int = 0,
     norms: Sequence[str] = (),
 ) -> HeadConfig:
-    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids).
-
-    `norms` are those of NORM_FLAGS that it has.
-    """
+    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids). `norms` are those
+    of NORM_FLAGS that it has."""
     config = llama_layer_config(target, vocab, width) | {
         "architectures": [layouts.EAGLE3_ARCHITECTURE],
         "draft_vocab_size": draft_vocab,
@@ -267,9 +263,7 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
 
 def layer_kind(config: Mapping[str, Any]) -> str:
     """Whose layer the draft has: by `architectures` where a name says it, else by `model_type`; "" if neither does.
-
-    Trainers copy `model_type` from the target's config, whatever the draft's layer is.
-    """
+    Trainers copy `model_type` from the target's config, whatever the draft's layer is."""
     names = {str(name) for name in config.get("architectures") or ()}
     kinds = {re.sub(NO_LAYER_NAMES, "", name).lower() for name in names} - {""}
     # Two are EAGLE-3 with Llama's layer, whose targets are others.

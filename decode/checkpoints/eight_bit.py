@@ -21,10 +21,8 @@ WHOLE = (*SCALES, torch.float64, torch.int64, torch.bool)
 
 def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """The tensors with every weight in float32 that was in eight bits or fewer; the same object where none was.
-
     UserError that names the method for a form that is not read, and for weights without a scale: their bare numbers
-    would be another model.
-    """
+    would be another model."""
     packed = [
         name
         for name, value in tensors.items()

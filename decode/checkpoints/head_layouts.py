@@ -51,10 +51,8 @@ def _medusa_shapes(config: HeadConfig) -> Shapes:
 
 
 def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
-    """Config and tensors as vLLM names them.
-
-    Except in vLLM's own layout all counts and sizes come from the tensors, because published configs have wrong ones.
-    """
+    """Config and tensors as vLLM names them. Except in vLLM's own layout all counts and sizes come from the tensors,
+    because published configs have wrong ones."""
     if "token_map" in tensors:
         raise UserError("Medusa over a reduced vocabulary (token_map) is not supported")
     activation = config.get("hidden_act") if config.get("model_type") == "medusa" else None
@@ -110,10 +108,8 @@ MEDUSA = Layout(
 
 
 def exit_config(target: Any, vocab: int, draft_vocab: int, layer: int, width: int) -> HeadConfig:
-    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id).
-
-    No engine reads it: they have no early exit.
-    """
+    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id). No
+    engine reads it: they have no early exit."""
     return HeadConfig(
         model_type="layerskip",
         architectures=["ExitAdapter"],

@@ -65,10 +65,7 @@ class DraftCheckpoint:
 
 def resolve_folder(name: str) -> str:
     """`name` if it is a local path; for a repository on the Hub, the folder that its known files are downloaded to; for
-    an adapter the folder with its base merged.
-
-    UserError when they cannot be downloaded.
-    """
+    an adapter the folder with its base merged. UserError when they cannot be downloaded."""
     local = check_name(name, "draft")
     merged = adapter_folder(name, "draft")
     if merged is not None:
@@ -155,10 +152,8 @@ def raw_tensors(path: str) -> Tensors:
 
 
 def plain_tensors(path: str) -> Tensors:
-    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for.
-
-    UserError that names the method for a form that is not read, and for such weights without a scale.
-    """
+    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for. UserError that names the
+    method for a form that is not read, and for such weights without a scale."""
     try:
         return dequantized(raw_tensors(path), layouts.read_config(path))
     except UserError as error:
@@ -183,10 +178,8 @@ def _unpickle(file: Path) -> Tensors:
 
 
 def read_checkpoint(path: str) -> DraftCheckpoint:
-    """The heads in the folder `path`; MTP layers keep the names in their files.
-
-    UserError when it is damaged or of no supported family.
-    """
+    """The heads in the folder `path`; MTP layers keep the names in their files. UserError when it is damaged or of no
+    supported family."""
     config, tensors = layouts.read_config(path), plain_tensors(path)
     config.pop("quantization_config", None)  # of what was read, none is quantised any more
     family = detect_family(tensors)
@@ -210,10 +203,8 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
 
 
 def _with_read_layers(layout: Layout, config: HeadConfig, tensors: Tensors) -> DraftCheckpoint:
-    """The checkpoint with as many layer ids as `fc` reads states.
-
-    Speculators also lists the target's last layer, whose state the loss alone reads. UserError for any other number.
-    """
+    """The checkpoint with as many layer ids as `fc` reads states. Speculators also lists the target's last layer, whose
+    state the loss alone reads. UserError for any other number."""
     if layout.default_layers is None:
         return DraftCheckpoint(layout.family, config, tensors)
     ids = list(config.get(layouts.AUX_LAYERS) or ())

@@ -103,7 +103,6 @@ def llama_layer(config: HeadConfig, width: int) -> Shapes:
 
 
 def reduced_vocabulary(config: HeadConfig) -> Shapes:
-    """The maps of a draft that has fewer tokens than its target."""
     size, vocab = config.value("draft_vocab_size", config["vocab_size"]), config["vocab_size"]
     return {} if size == vocab else {"d2t": (size,), "t2d": (vocab,)}
 
@@ -124,11 +123,9 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
 
 
 def default_aux_layers(count: int) -> tuple[int, int, int]:
-    """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids.
-
-    Capture id i is the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper.
-    UserError for a target with fewer than 7 layers.
-    """
+    """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids. Capture id i is
+    the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper. UserError for a target with
+    fewer than 7 layers."""
     low, middle, high = 2, count // 2, count - 3
     if not low < middle < high:
         raise UserError(
@@ -139,10 +136,8 @@ def default_aux_layers(count: int) -> tuple[int, int, int]:
 
 
 def capture_to_output(ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids of the same states by the layer that outputs them, as used by SGLang, SpecForge and TensorRT-LLM.
-
-    UserError for id 0, the embedding.
-    """
+    """Ids of the same states by the layer that outputs them, as used by SGLang, SpecForge and TensorRT-LLM. UserError
+    for id 0, the embedding."""
     if any(i < 1 for i in ids):
         raise UserError(f"capture ids {list(ids)}: only those from 1 on are outputs of a layer")
     return tuple(i - 1 for i in ids)
@@ -165,10 +160,8 @@ def save_heads(
     dtype: torch.dtype,
     ids: torch.Tensor | None,
 ) -> None:
-    """Writes config.json and model.safetensors of `net` in `dtype`.
-
-    `ids` [Vd] are the target's ids of a reduced vocabulary (None: the whole one), which is written as d2t and t2d.
-    """
+    """Writes config.json and model.safetensors of `net` in `dtype`. `ids` [Vd] are the target's ids of a reduced
+    vocabulary (None: the whole one), which is written as d2t and t2d."""
     name = str(dtype).removeprefix("torch.")
     tensors = {key: value.detach().to("cpu", dtype) for key, value in net.state_dict().items()}
     if EAGLE3_ARCHITECTURE in config["architectures"]:
@@ -181,9 +174,7 @@ def save_heads(
 
 def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of EAGLE-3 with its authors' name `midlayer.` for `layers.0.`, which all versions of all engines read.
-
-    Older versions of SGLang silently drop tensors named `layers.0.`.
-    """
+    Older versions of SGLang silently drop tensors named `layers.0.`."""
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 
 
@@ -229,10 +220,8 @@ def check_family(path: str, found: str, wanted: str) -> None:
 def draft_to_target_ids(
     path: str, config: HeadConfig, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary.
-
-    UserError when the map is missing, damaged or contradicts itself.
-    """
+    """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary. UserError
+    when the map is missing, damaged or contradicts itself."""
     size, whole = config["draft_vocab_size"], config["vocab_size"]
     if size == whole:
         maps = {name: tensors[name] for name in VOCAB_MAPS if name in tensors}
@@ -286,11 +275,9 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 
 
 def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Loads every parameter of `net` from the draft at `path`.
-
-    UserError for a tensor that is missing, unknown, of another shape or not finite. Parameters are set to NaN first,
-    so that none can keep its random initialisation unnoticed.
-    """
+    """Loads every parameter of `net` from the draft at `path`. UserError for a tensor that is missing, unknown, of
+    another shape or not finite. Parameters are set to NaN first, so that none can keep its random initialisation
+    unnoticed."""
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(float("nan"))
@@ -318,17 +305,14 @@ def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch
 
 
 def without_maps(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that are parameters, after `draft_to_target_ids` has read the others."""
     return {name: value for name, value in tensors.items() if name not in VOCAB_MAPS}
 
 
 def take_copy(
     path: str, tensors: dict[str, torch.Tensor], name: str, own: torch.Tensor, what: str
 ) -> None:
-    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`.
-
-    UserError if it is another: the draft was trained with it, and it would not be read.
-    """
+    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`. UserError if it is
+    another: the draft was trained with it, and it would not be read."""
     found = tensors.pop(name, None)
     # Not in eight bits, nor split over devices.
     plain = type(own) in (torch.Tensor, torch.nn.Parameter)

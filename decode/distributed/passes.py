@@ -94,16 +94,13 @@ class FollowedModel:
 
     @torch.inference_mode()
     def compact(self, number: int, base: Tensor, path: Tensor) -> None:
-        """Moves the K/V of an accepted path to the front, as the leader does."""
         self.caches[number].compact_path(base.to(self.device), path.to(self.device))
 
 
 def follow(load: LoadModel) -> None:
-    """Does what the leader sends until it says "end". `load` loads a model with the arguments of its message.
-
-    A signal ends this process with the leader, which the launcher signals too and which saves first. An error in
-    loading is the leader's as well, which reports it and ends.
-    """
+    """Does what the leader sends until it says "end". `load` loads a model with the arguments of its message. A signal
+    ends this process with the leader, which the launcher signals too and which saves first. An error in loading is the
+    leader's as well, which reports it and ends."""
     models: list[FollowedModel] = []
     with DeferredStop() as signals:
         while True:
@@ -146,10 +143,8 @@ CPU = torch.device("cpu")
 
 
 def lead(run: Callable[[], None], load: LoadModel) -> None:
-    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads.
-
-    UserError unless a launcher started several processes.
-    """
+    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads. UserError
+    unless a launcher started several processes."""
     if tensor_parallel.join_launch() > 0:
         follow(load)
         return
@@ -178,7 +173,6 @@ class PassSender:
         self.layers.register_forward_pre_hook(self.send_pass, with_kwargs=True)
 
     def cache_number(self, cache: Cache) -> int:
-        """What the followers know their part of `cache` by."""
         if cache not in self.caches:
             self.caches[cache] = self.made
             self.made += 1
@@ -187,10 +181,8 @@ class PassSender:
     def send_pass(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Sends the inputs of a pass and returns them, with a cache where the pass fills one.
-
-        UserError for a pass of which the followers cannot compute their parts.
-        """
+        """Sends the inputs of a pass and returns them, with a cache where the pass fills one. UserError for a pass of
+        which the followers cannot compute their parts."""
         if module is not self.layers or torch.is_grad_enabled():
             raise UserError(
                 "placement.kind tensor_parallel: this draft needs a part of the target's layers or gradients, but "
@@ -225,7 +217,6 @@ class LeadingRunner(ModelRunner):
         send(("prepare", self.sender.number))
 
     def compact_kv_cache(self, base: Tensor, path: Tensor) -> None:
-        """As of any runner; the followers do the same in their parts of the K/V cache."""
         cache = self.sender.cache_number(self.cache)
         send(("compact", self.sender.number, cache, base.cpu(), path.cpu()))
         super().compact_kv_cache(base, path)

@@ -45,10 +45,8 @@ def default_room(first: str) -> dict[str, int]:
 
 
 def plan_layers(rest: int, layers: Sequence[int], room: Mapping[str, int]) -> list[str]:
-    """The device of each layer, of these sizes in bytes, or "disk" where `room` has no more.
-
-    `room` is filled in its order; its first device holds `rest` bytes besides. UserError if it has no room for that.
-    """
+    """The device of each layer, of these sizes in bytes, or "disk" where `room` has no more. `room` is filled in its
+    order; its first device holds `rest` bytes besides. UserError if it has no room for that."""
     left = dict(room)
     first = next(iter(left))
     left[first] -= rest
@@ -68,10 +66,8 @@ def plan_layers(rest: int, layers: Sequence[int], room: Mapping[str, int]) -> li
 
 
 def device_map(config: Any, dtype: torch.dtype, room: Mapping[str, int]) -> dict[str, str]:
-    """{module: device} for the causal LM with this config in `dtype`, as transformers' `device_map` takes it.
-
-    UserError if embedding and LM head do not fit on the first device of `room`.
-    """
+    """{module: device} for the causal LM with this config in `dtype`, as transformers' `device_map` takes it. UserError
+    if embedding and LM head do not fit on the first device of `room`."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     stack = layer_stack_name(model)
@@ -129,11 +125,8 @@ class PlacedTargetSettings(TargetSettings):
 
 
 def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
-    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in
-    the first process, which the others follow.
-
-    UserError for a launch whose processes do not suit the placement.
-    """
+    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in the
+    first process, which the others follow. UserError for a launch whose processes do not suit the placement."""
     if s.kind == "tensor_parallel":
         lead(run, load_part)
         return

@@ -41,10 +41,8 @@ LAUNCH = Launch()
 
 
 def join_launch() -> int:
-    """Joins the processes that the launcher started; returns the number of this one, 0 for the leader.
-
-    UserError unless there are several, all of which may be the target's.
-    """
+    """Joins the processes that the launcher started; returns the number of this one, 0 for the leader. UserError unless
+    there are several, all of which may be the target's."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
         raise UserError(
@@ -76,10 +74,8 @@ def alone() -> Iterator[None]:
 
 
 def send(message: tuple[Any, ...], patience: timedelta = LONGEST_SILENCE) -> None:
-    """Gives the message of the leader to all followers; its tensors must be in CPU memory.
-
-    RuntimeError if they are gone, or do not take it within `patience`.
-    """
+    """Gives the message of the leader to all followers; its tensors must be in CPU memory. RuntimeError if they are
+    gone, or do not take it within `patience`."""
     data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
     for part in (torch.tensor([len(data)]), data):
         dist.broadcast(part, 0, group=LAUNCH.messages, async_op=True).wait(patience)
@@ -103,10 +99,8 @@ def receive() -> tuple[Any, ...]:
 def load_sharded(
     config: Any, what: str, folder: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """(this process's part of a causal LM, transformers' loading information). All processes must call it.
-
-    UserError for an architecture without a plan, and for heads that cannot be shared out evenly.
-    """
+    """(this process's part of a causal LM, transformers' loading information). All processes must call it. UserError
+    for an architecture without a plan, and for heads that cannot be shared out evenly."""
     size = dist.get_world_size()
     plan = replicated_ends_plan(config, what, size)
     split = DistributedConfig(tp_size=size, tp_plan=plan)
@@ -118,9 +112,7 @@ def load_sharded(
 
 def replicated_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
     """transformers' plan for the architecture, {module: style}, with embedding and LM head whole on each process.
-
-    UserError for an architecture without a plan, and for heads that `size` does not divide.
-    """
+    UserError for an architecture without a plan, and for heads that `size` does not divide."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config(decoder=True)

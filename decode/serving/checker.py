@@ -37,11 +37,8 @@ def check_draft_files(
     path: str, engine: str, engine_version: str = "", target: str = ""
 ) -> list[Finding]:
     """The rules of an engine that a draft's files break, and why this project's decoder refuses it, if it does; [] for
-    a draft that both decode as it was trained.
-
-    Without a `target` (folder or Hub name), what depends on it is not checked. UserError for an unknown engine, or
-    for files that no engine could open.
-    """
+    a draft that both decode as it was trained. Without a `target` (folder or Hub name), what depends on it is not
+    checked. UserError for an unknown engine, or for files that no engine could open."""
     findings = check_engine_rules(path, engine, engine_version, target)
     if all(finding.rule != UNCHECKED for finding in findings):
         try:

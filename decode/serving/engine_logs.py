@@ -39,10 +39,8 @@ VLLM_LINE = "SpecDecoding metrics:"
 
 
 def read_vllm_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without metrics.speculative_decoding.
-
-    A round is counted where drafts were scheduled, so steps without a draft are in no figure.
-    """
+    """The counts of one response. UserError without metrics.speculative_decoding. A round is counted where drafts were
+    scheduled, so steps without a draft are in no figure."""
     found = part(part(body, "metrics"), "speculative_decoding")
     if not found:
         raise UserError(
@@ -140,12 +138,10 @@ LONGEST_DRAFT = 64
 
 
 def read_llamacpp_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without timings. A response without draft_n drafted nothing.
-
-    Neither verification steps nor positions are in it. Each pass after prefill emits its accepted drafts and one more
-    token, so they are predicted_n − 1 − draft_n_accepted; passes that drafted nothing are among them, and the last one
-    may have been cut at the end of the answer.
-    """
+    """The counts of one response. UserError without timings. A response without draft_n drafted nothing. Neither
+    verification steps nor positions are in it. Each pass after prefill emits its accepted drafts and one more token, so
+    they are predicted_n − 1 − draft_n_accepted; passes that drafted nothing are among them, and the last one may have
+    been cut at the end of the answer."""
     timings = body.get("timings")
     if not isinstance(timings, Mapping):
         raise UserError(f"{where} has no timings: log what llama-server answers")
@@ -169,10 +165,8 @@ def read_llamacpp_response(body: Response, where: str) -> RequestCounts:
 
 
 def _rounds(tokens: int, drafted: int, accepted: int, cut: int, where: str) -> int:
-    """Passes after prefill of an answer of `tokens`. UserError if it is shorter than its accepted tokens.
-
-    A stop string may have cut off up to `cut` of them.
-    """
+    """Passes after prefill of an answer of `tokens`. UserError if it is shorter than its accepted tokens. A stop string
+    may have cut off up to `cut` of them."""
     if accepted > max(0, tokens - 1) + cut:
         raise UserError(
             f"{where}: {accepted} accepted of {drafted} drafted tokens contradict the answer's length of {tokens}: "
@@ -210,10 +204,8 @@ class _PrintedRequest:
 
 def read_llamacpp_log(text: str, path: str) -> EngineLog:
     """The requests in a server's log, in the order in which they were asked. UserError that names a line whose figures
-    contradict each other. A request without a line on drafts drafted nothing.
-
-    Newer versions tell the rounds with a draft and the positions too.
-    """
+    contradict each other. A request without a line on drafts drafted nothing. Newer versions tell the rounds with a
+    draft and the positions too."""
     current: dict[int, _PrintedRequest] = {}
     requests: list[_PrintedRequest] = []
 

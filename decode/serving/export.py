@@ -29,10 +29,8 @@ ExportedFiles = tuple[dict[str, Any], Tensors, str]
 
 
 def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
-    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one.
-
-    Other checkpoints as they are. UserError if the target is needed and not given.
-    """
+    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one. Other checkpoints
+    as they are. UserError if the target is needed and not given."""
     if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
         return checkpoint
     if not target:
@@ -121,9 +119,7 @@ def _target_architectures(target: str) -> list[str]:
 
 def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
     """Numbered tensors, in which a head's projection follows its last layer. Loaders that need .pt cannot read it.
-
-    UserError for other families than Medusa.
-    """
+    UserError for other families than Medusa."""
     if checkpoint.family != "medusa":
         raise UserError(f"medusa-legacy is for Medusa heads, and this is {checkpoint.family}")
     config, layers = checkpoint.config, checkpoint.config["num_hidden_layers"]
@@ -155,11 +151,9 @@ MODEL_FILES = ("config.json", "generation_config.json")
 
 def export_hf(path: str, name: str, out: Path) -> None:
     """Writes a causal draft with the vocabulary size of the target `name`, whose tokenizer files are copied unchanged.
-
     Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does; a reduced vocabulary
     stays beside them, and other engines do not draft the other tokens (`silence_other_tokens`). UserError for another
-    tokenizer.
-    """
+    tokenizer."""
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
     target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path

@@ -33,12 +33,10 @@ def wrong_shapes(d: DraftFiles) -> Iterator[str]:
 
 
 def shared_tensors(d: DraftFiles) -> set[str]:
-    """Tensors that are taken from the target where the files lack them."""
     return LAYOUTS[d.family].shared(d.config) if d.family in LAYOUTS and d.shapes else set()
 
 
 def missing_tensors(d: DraftFiles) -> list[str]:
-    """Tensors that are neither in the files nor taken from the target."""
     return require_tensors(d, sorted(set(d.shapes) - shared_tensors(d) - {"t2d", "fc.bias"}))
 
 
@@ -131,8 +129,7 @@ def default_aux_layers(count: int) -> tuple[int, ...]:
 
 def trained_aux_layers(d: DraftFiles) -> tuple[int, ...] | None:
     """The layers whose input hidden states the head was trained on: by draftsmith.json, else by config.json, else the
-    default ones. None if that depends on the target and there is none.
-    """
+    default ones. None if that depends on the target and there is none."""
     training = (d.facts.training or {}).get("draft")
     top, outputs = named_layers(d)
     own = top or [i + 1 for i in outputs or ()]
@@ -259,7 +256,6 @@ def missing_medusa_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_medusa_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors that are dropped, without biases and projections, which have rules of their own."""
     heads, layers = medusa_counts(d.config)
     for name in sorted(set(d.tensors) - set(d.shapes) - {LM_HEAD, "token_map"}):
         if not re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias|lm_heads\.\d+\.weight", name):

@@ -36,12 +36,10 @@ OTHER_CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 
 def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = "") -> None:
-    """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`.
-
-    With `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's
-    are silenced (`silence_other_tokens`).
-    UserError for an architecture, a RoPE or a tokenizer that is not written here, and for one other than the target's.
-    """
+    """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`. With
+    `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's are
+    silenced (`silence_other_tokens`). UserError for an architecture, a RoPE or a tokenizer that is not written here,
+    and for one other than the target's."""
     config, tokenizer = load_config(name, "model"), load_tokenizer(name)
     check_architecture(name, config)
     if target:  # either may have tokens beside the shared ones

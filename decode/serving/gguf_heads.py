@@ -25,11 +25,9 @@ KeyValue = int | bool | list[int]
 
 
 def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -> None:
-    """Writes the heads in the folder or on the Hub `name` to the file `out`, matrices as `dtype`.
-
-    UserError, before anything is written, for heads that llama.cpp's graph does not compute, for a target whose states
-    it does not hand out, for heads that do not load here, and for a tokenizer that is not written here.
-    """
+    """Writes the heads in the folder or on the Hub `name` to the file `out`, matrices as `dtype`. UserError, before
+    anything is written, for heads that llama.cpp's graph does not compute, for a target whose states it does not hand
+    out, for heads that do not load here, and for a tokenizer that is not written here."""
     if not target:
         raise UserError("a GGUF of heads holds the target's tokenizer: give --target")
     family, net, keys, tensors = head_content(name, target)

@@ -86,11 +86,9 @@ def checked(counts: RequestCounts, where: str) -> RequestCounts:
 
 
 def check_answer(counts: RequestCounts, tokens: int | None, all_steps: bool, where: str) -> None:
-    """UserError if an answer of `tokens` (None: it is not known) cannot have had these counts.
-
-    Each round adds its accepted tokens and one more to that of prefill. Only the last round may be cut, at the end of
-    the answer. With `all_steps` every step of the answer is among the rounds, so that they have to suffice for it.
-    """
+    """UserError if an answer of `tokens` (None: it is not known) cannot have had these counts. Each round adds its
+    accepted tokens and one more to that of prefill. Only the last round may be cut, at the end of the answer. With
+    `all_steps` every step of the answer is among the rounds, so that they have to suffice for it."""
     if not counts.rounds or tokens is None:
         return
     depth = max(len(counts.accepted_at), -(-counts.drafted // counts.rounds))
@@ -195,11 +193,9 @@ class Recovered:
 
 
 def recover(line: PrintedLine, where: str) -> Recovered:
-    """The counts of a line. UserError if no number of rounds prints as its figures.
-
-    If several do, the rounds are those in which each drafts all positions, or else those in the middle. α is given
-    only where rounds and positions are certain and every round drafted all positions.
-    """
+    """The counts of a line. UserError if no number of rounds prints as its figures. If several do, the rounds are those
+    in which each drafts all positions, or else those in the middle. α is given only where rounds and positions are
+    certain and every round drafted all positions."""
     drafted, accepted, depth = line.drafted, line.accepted, len(line.rates)
     if line.length is None and accepted <= drafted:
         return Recovered(RequestCounts(None, drafted, accepted))
@@ -255,5 +251,4 @@ def numbers(pattern: str, line: str) -> tuple[float, ...]:
 
 
 def log_lines(text: str, path: str) -> list[tuple[str, str]]:
-    """("path:line", line) of a server's log."""
     return [(f"{path}:{n}", line.rstrip("\r")) for n, line in enumerate(text.split("\n"), 1)]

@@ -66,10 +66,8 @@ READERS: dict[str, LogReader] = {
 
 
 def read_log(path: str, engine: Format = "auto", before: str = "") -> EngineLog:
-    """The log in a file. UserError that says what is missing if it is of no engine, or not of `engine`.
-
-    `before` is an earlier dump of the same server, which is subtracted. Requests that failed are named, and left out.
-    """
+    """The log in a file. UserError that says what is missing if it is of no engine, or not of `engine`. `before` is an
+    earlier dump of the same server, which is subtracted. Requests that failed are named, and left out."""
     text = read_text(path)
     if text.lstrip().startswith('{"log":"'):  # Docker's own log of what a container printed
         text = "".join(str(value.get("log", "")) for _, value in parse_jsonl(text, path))
@@ -157,11 +155,8 @@ def _printed_by(text: str, engine: Format, path: str) -> str:
 
 
 def read_lines(text: str, path: str) -> list[Line]:
-    """Each response of JSON lines or of a stream; none for a text that is neither.
-
-    A line of text among JSON lines, such as "Internal Server Error", is what a request was answered with. So is a last
-    line that was cut off.
-    """
+    """Each response of JSON lines or of a stream; none for a text that is neither. A line of text among JSON lines,
+    such as "Internal Server Error", is what a request was answered with. So is a last line that was cut off."""
     if _is_stream(text):
         return _streamed_answers(text, path)
     numbered = [(f"{path}:{n}", x.strip()) for n, x in enumerate(text.split("\n"), 1) if x.strip()]
@@ -217,12 +212,10 @@ def _is_stream(text: str) -> bool:
 
 
 def _streamed_answers(text: str, path: str) -> list[Line]:
-    """Each streamed answer, with the newest value of each field of its chunks.
-
-    Chunks of several answers may alternate if they have ids. An answer that ended before its last chunk has an "error":
-    that of an event which is no JSON, or that it broke off, as in the middle of the last line. Lines that are neither
-    events nor JSON objects, such as comments and headers, are passed over.
-    """
+    """Each streamed answer, with the newest value of each field of its chunks. Chunks of several answers may alternate
+    if they have ids. An answer that ended before its last chunk has an "error": that of an event which is no JSON, or
+    that it broke off, as in the middle of the last line. Lines that are neither events nor JSON objects, such as
+    comments and headers, are passed over."""
     values: list[Line] = []
     lines = text.rstrip().split("\n")
     for number, raw in enumerate(lines, start=1):

@@ -60,10 +60,8 @@ class DraftFiles:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Every tensor that config.json implies, tied ones left out; {} if it lacks a size.
-
-        UserError if transformers makes no model of the config of a language model.
-        """
+        """Every tensor that config.json implies, tied ones left out; {} if it lacks a size. UserError if transformers
+        makes no model of the config of a language model."""
         if self.family in LAYOUTS:
             shapes = LAYOUTS[self.family].shapes
             return {} if shapes is None else shapes(self.config)
@@ -181,7 +179,6 @@ def when(applies: Callable[[DraftFiles], object], what: str) -> Check:
 
 
 def unsupported(why: str) -> Check:
-    """The check that no draft of these families passes."""
     return lambda d: [why]
 
 
@@ -194,12 +191,10 @@ def require_value(key: str, wanted: Any, default: Any = None) -> Check:
 
 
 def require_keys(*keys: str) -> Check:
-    """The check that settings are in config.json, with any value."""
     return lambda d: [f"config.json has no {key}" for key in keys if key not in d.config]
 
 
 def require_tensors(d: DraftFiles, names: Iterable[str]) -> list[str]:
-    """Tensors that are not in the files."""
     return [f"{name} is missing" for name in names if name not in d.tensors]
 
 

@@ -171,16 +171,12 @@ MOST_DRAFTS = 256
 
 
 def meta_info(body: Response) -> Response:
-    """meta_info of /generate, or that of the first choice of a chat or completion; {} without any."""
     return part(body, "meta_info") or part(first_choice(body), "meta_info")
 
 
 def read_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without meta_info, or if it says nothing of speculation.
-
-    spec_accept_length is completion_tokens ÷ verification steps: the first token, which prefill gives, counts there and
-    not here.
-    """
+    """The counts of one response. UserError without meta_info, or if it says nothing of speculation. spec_accept_length
+    is completion_tokens ÷ verification steps: the first token, which prefill gives, counts there and not here."""
     found = meta_info(body)
     if not found:
         raise UserError(f"{where} has no meta_info: log what /generate of SGLang answers")
@@ -212,11 +208,9 @@ def read_response(body: Response, where: str) -> RequestCounts:
 
 
 def read_dump(path: str, before: str = "") -> EngineLog:
-    """The totals of a /metrics dump, less those of an earlier one; with its gauges.
-
-    SGLang counts neither drafted nor accepted tokens there. Accepted ones follow from generated tokens: each request
-    has one from prefill and each verification step one that the target adds.
-    """
+    """The totals of a /metrics dump, less those of an earlier one; with its gauges. SGLang counts neither drafted nor
+    accepted tokens there. Accepted ones follow from generated tokens: each request has one from prefill and each
+    verification step one that the target adds."""
     samples = prometheus.read_dump(path, before, GAUGES)
     rounds, generated, requests = (
         prometheus.total(samples, f"sglang:{name}", path)
@@ -235,12 +229,10 @@ def read_dump(path: str, before: str = "") -> EngineLog:
 
 
 def read_printed(text: str, path: str) -> EngineLog:
-    """The figures of a server's log, as means over its lines: SGLang prints no counts there, so nothing is pooled.
-
-    Its accept len is τ of some dozens of steps. Its accept rate counts the target's token among the accepted and the
+    """The figures of a server's log, as means over its lines: SGLang prints no counts there, so nothing is pooled. Its
+    accept len is τ of some dozens of steps. Its accept rate counts the target's token among the accepted and the
     drafted ones in older versions and not in newer ones; ours follows from accept len, and from the number of drafts
-    that makes both figures agree in every line under one of these readings. If more than one does, it is not given.
-    """
+    that makes both figures agree in every line under one of these readings. If more than one does, it is not given."""
     pairs: list[tuple[float, float | None]] = []
     for where, line in log_lines(text, path):
         found = PRINTED.search(line)

@@ -29,7 +29,6 @@ DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
 
 
 def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
-    """The layers to read are an option of the server, not part of the checkpoint."""
     wanted = family.trained_aux_layers(d)
     if wanted and d.target_layers and wanted != family.default_aux_layers(d.target_layers):
         yield f"the head does not read the default layers: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"

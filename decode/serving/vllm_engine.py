@@ -121,7 +121,6 @@ def wrong_nested_config(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
-    """Unknown tensors other than input_norm, which is skipped."""
     return (w for w in family.unknown_tensors(d) if not w.startswith("input_norm"))
 
 

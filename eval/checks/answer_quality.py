@@ -51,10 +51,8 @@ def is_json(answer: str) -> float:
 
 
 def build_test_program(answer: str, prefix: str, tests: str, stop: Sequence[str]) -> str:
-    """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests.
-
-    The answer is cut at its first stop string.
-    """
+    """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests. The
+    answer is cut at its first stop string."""
     fenced = CODE_BLOCK_PATTERN.findall(answer)
     if fenced:
         return f"{prefix}\n\n{fenced[0]}\n\n{tests}\n"
@@ -91,10 +89,8 @@ def compare_answer_quality(
     plain_scores: Mapping[tuple[str, str], float | None],
     seed: int,
 ) -> list[QualityScore]:
-    """One for each metric. Scores are by (task, id) of a prompt, of the method and of plain decoding.
-
-    Intervals are paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it.
-    """
+    """One for each metric. Scores are by (task, id) of a prompt, of the method and of plain decoding. Intervals are
+    paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it."""
     rows = []
     for kind, (name, _) in METRICS.items():
         keys = [(item.task, item.id) for item in items if item.metric == kind]

@@ -45,10 +45,8 @@ def reference_greedy_output(
     stop: Sequence[str] = (),
     grammar: Matcher | None = None,
 ) -> list[int]:
-    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are.
-
-    With `grammar` it chooses among the tokens that this allows.
-    """
+    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are. With
+    `grammar` it chooses among the tokens that this allows."""
 
     def allowed(_: int, text: torch.Tensor) -> list[int]:
         assert grammar is not None
@@ -81,10 +79,8 @@ def logits_after(
     model: Any, ids: list[int], start: int, width: int, **arguments: Any
 ) -> torch.Tensor:
     """Logits [V] of the token after `ids`, by one pass over ids[:start] and passes over `width` tokens each.
-
-    `arguments`: those of `decoder_inputs`.
-    The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
-    """
+    `arguments`: those of `decoder_inputs`. The last pass has its full width too, as in verification; the tokens that it
+    reads past `ids` are arbitrary."""
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
     name, cache, at, end = cache_name(model), None, 0, start
     while True:
@@ -158,10 +154,8 @@ def find_mismatches(
     outputs: Sequence[list[int]],
     k: int,
 ) -> list[GreedyMismatch]:
-    """The outputs that are not their reference, each with its first difference and whether that is a tie.
-
-    k: drafted tokens per round.
-    """
+    """The outputs that are not their reference, each with its first difference and whether that is a tie. k: drafted
+    tokens per round."""
     mismatches = []
     for item, reference, output in zip(items, references, outputs, strict=True):
         at = first_difference(reference, output)

@@ -133,10 +133,8 @@ def sample_pit_values(
     tokens: int,
     seed: int,
 ) -> PITValues:
-    """PIT values of at least `tokens` sampled tokens after the items' prompts, in eager mode.
-
-    The prompts are used again, with other seeds, until there are enough tokens.
-    """
+    """PIT values of at least `tokens` sampled tokens after the items' prompts, in eager mode. The prompts are used
+    again, with other seeds, until there are enough tokens."""
     draft = None if method.draft is None else RecordingDraft(method.draft)
     engine = SpeculativeEngine(
         target, draft, k=max(1, method.k), sampling=sampling, rule=method.rule
@@ -174,10 +172,8 @@ def _pit_values(
     sampling: SamplingParams,
     rng: np.random.Generator,
 ) -> PITValues:
-    """The PIT values of one text, with p from one teacher-forced pass of the plain model.
-
-    `proposals`: that of each round, empty where the draft's distributions are not used. `row`: the text's row in them.
-    """
+    """The PIT values of one text, with p from one teacher-forced pass of the plain model. `proposals`: that of each
+    round, empty where the draft's distributions are not used. `row`: the text's row in them."""
     n = len(output.output_ids)
     logits = answer_logits(model, output.prompt_ids, output.output_ids)
     p = warp(logits, sampling).double()
@@ -202,10 +198,8 @@ def _pit_values(
 def _draft_distributions(
     output: DecodeRecord, proposals: Sequence[Proposal], row: int, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q [n, V] of each emitted token's position, NaN where unknown; bool [n]: it is a bonus token).
-
-    q is known only for chains: the distribution that the drafted token was drawn from, or a point mass at that token.
-    """
+    """(q [n, V] of each emitted token's position, NaN where unknown; bool [n]: it is a bonus token). q is known only
+    for chains: the distribution that the drafted token was drawn from, or a point mass at that token."""
     q = torch.full_like(p, torch.nan)
     bonus = torch.zeros(len(p), dtype=torch.bool, device=p.device)
     at = 1  # the first token comes from prefill

@@ -60,8 +60,7 @@ class SandboxResult:
 
 def run(code: str, seconds: float = 10.0) -> SandboxResult:
     """Runs `code` in an empty folder, without this process's environment, for at most `seconds` of wall time, then
-    kills its process group. Code that ends early (sys.exit) fails.
-    """
+    kills its process group. Code that ends early (sys.exit) fails."""
     token = os.urandom(8).hex()
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -95,7 +95,6 @@ class Agreement:
 
 
 def vllm_counts(result: Mapping[str, Any], exact: bool) -> ServedCounts:
-    """What a job of vllm_client gave."""
     if "error" in result:
         return ServedCounts("vLLM", refused=" ".join(result["error"].split())[:300], exact=exact)
     return ServedCounts(f"vLLM {result['vllm']}", vllm_client.answer_counts(result), exact=exact)
@@ -135,10 +134,8 @@ def decode_reading(
     dtype: str,
     out: str,
 ) -> Outcome:
-    """The counts of a reading, from a copy of the files that lies in the folder `out` meanwhile.
-
-    The draft computes in `dtype`, unless the reading has another.
-    """
+    """The counts of a reading, from a copy of the files that lies in the folder `out` meanwhile. The draft computes in
+    `dtype`, unless the reading has another."""
     with tempfile.TemporaryDirectory(dir=out, prefix="copy-") as scratch:
         folder = Path(scratch) / "draft"
         copy_files(d, folder)
@@ -165,13 +162,11 @@ def comparable(ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts]) -
 
 
 def shown_counts(x: RequestCounts, theirs: RequestCounts) -> dict[str, Any]:
-    """The counts that the engine tells."""
     keys = ["rounds", "accepted", *["by_position"] * bool(theirs.accepted_at)]
     return {key: counts_json(x)[key] for key in keys}
 
 
 def differing(ours: RequestCounts, theirs: RequestCounts) -> list[str]:
-    """Names of the counts that the engine tells and that are not ours."""
     own = shown_counts(ours, theirs)
     return [key for key, value in shown_counts(theirs, theirs).items() if own[key] != value]
 
@@ -208,11 +203,8 @@ def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]
 def reproducing(
     written: Outcome, counted: Sequence[Outcome], served: ServedCounts
 ) -> list[Outcome]:
-    """The readings that accept what was served, if the files as they are written do not.
-
-    Those that the files give rise to, if there are any. Others are left out where nothing was accepted at all: any
-    wrong reading gives that.
-    """
+    """The readings that accept what was served, if the files as they are written do not. Those that the files give rise
+    to, if there are any. Others are left out where nothing was accepted at all: any wrong reading gives that."""
     if written.counts and compare(written.counts, served).agrees:
         return []
     found = [outcome for outcome in counted if compare(outcome.counts, served).agrees]
@@ -310,10 +302,8 @@ def audit_draft(
     dtype: str,
     out: str,
 ) -> dict[str, Any]:
-    """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it.
-
-    Greedy: `s.temperature` is 0. UserError for a draft of another tokenizer and for files that nobody could read.
-    """
+    """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it. Greedy: `s.temperature`
+    is 0. UserError for a draft of another tokenizer and for files that nobody could read."""
     check_saved_tokenizer(s.draft)
     facts = read_metadata(s.draft)
     recorded = facts.tokenizer_hash

@@ -44,7 +44,6 @@ def every(rule: str, *, but: tuple[str, ...] = (), **otherwise: str) -> dict[str
 
 
 def every_lm(rule: str) -> dict[str, str]:
-    """The same rule in all engines, which serve causal drafts."""
     return every(rule, transformers=rule)
 
 
@@ -52,7 +51,6 @@ def every_lm(rule: str) -> dict[str, str]:
 
 
 def add(name: str, like: str) -> Edit:
-    """A new tensor of ones with the shape of the tensor `like`."""
     return edit_tensors(lambda t: t.update({name: torch.ones_like(t[like])}))
 
 
@@ -61,7 +59,6 @@ def cast(name: str, dtype: torch.dtype) -> Edit:
 
 
 def set_nan(name: str) -> Edit:
-    """The first value of a tensor becomes NaN."""
     return edit_tensors(lambda t: t[name].view(-1)[:1].fill_(float("nan")))
 
 
@@ -73,9 +70,8 @@ def shift_ids(t: Tensors) -> None:
 
 
 def set_aux_layers(count: int, top: int | None, output: int | None) -> Edit:
-    """The default hidden-state layers of a target of `count` layers, moved by `top` under the key of states that
-    enter a layer and by `output` under that of states that leave one; None leaves the key as it is.
-    """
+    """The default hidden-state layers of a target of `count` layers, moved by `top` under the key of states that enter
+    a layer and by `output` under that of states that leave one; None leaves the key as it is."""
     key, layers = "eagle_aux_hidden_state_layer_ids", layouts.default_aux_layers(count)
     changes: dict[str, Any] = {}
     if top is not None:

@@ -192,11 +192,9 @@ def compare_greedy(
     theirs: Sequence[RequestCounts],
     ignored: str,
 ) -> dict[str, Any]:
-    """{prompts, same, ties, differ}; `ties` and `differ` list prompts with both sides' counts and the gap.
-
-    A prompt is a tie if the gap of the target's two best logits at the first difference is below `margin`. The count
-    `ignored` is shown only.
-    """
+    """{prompts, same, ties, differ}; `ties` and `differ` list prompts with both sides' counts and the gap. A prompt is
+    a tie if the gap of the target's two best logits at the first difference is below `margin`. The count `ignored` is
+    shown only."""
     found: dict[str, list[dict[str, Any]]] = {"ties": [], "differ": []}
     for item, *pair in zip(items, ours, theirs, strict=True):
         a, b = ({"output_ids": list(x.output_ids[0])} | counts_json(x) for x in pair)

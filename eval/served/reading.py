@@ -46,10 +46,8 @@ AS_WRITTEN = Reading("", "the files as they are written", lambda folder: None)
 
 
 def copy_files(d: DraftFiles, out: Path) -> None:
-    """The draft's files with all tensors in one file under their own names, and without draftsmith.json.
-
-    What training recorded refuses edited files when they are loaded; here they shall be read by what they say.
-    """
+    """The draft's files with all tensors in one file under their own names, and without draftsmith.json. What training
+    recorded refuses edited files when they are loaded; here they shall be read by what they say."""
     layouts.write_checkpoint(out, d.raw_config, importers.raw_tensors(d.path))
     for file in Path(d.path).iterdir():
         known = file.name in ("config.json", METADATA_FILE, importers.INDEX_FILE)
@@ -107,7 +105,6 @@ def nest_config(folder: Path) -> None:
 
 
 def layer_config(d: DraftFiles, **changes: Any) -> Edit:
-    """Settings of the decoder layer, where this format has them."""
     return set_config("transformer_layer_config" if d.is_speculators_format else "", **changes)
 
 
@@ -124,7 +121,6 @@ def drop(name: str) -> Edit:
 
 
 def drop_all(d: DraftFiles, names: Sequence[str]) -> Edit:
-    """Removes tensors by the names of our modules."""
     return edit_tensors(lambda tensors: [tensors.pop(d.name_in_file[name], None) for name in names])
 
 

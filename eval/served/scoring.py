@@ -32,10 +32,8 @@ Interval = tuple[float, float] | None
 
 
 def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
-    """{figure: (numerators, denominators) [n requests]}; a figure that the log does not give is left out.
-
-    τ counts the token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached.
-    """
+    """{figure: (numerators, denominators) [n requests]}; a figure that the log does not give is left out. τ counts the
+    token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached."""
     counts = np.array([(r.drafted, r.accepted) for r in requests], dtype=np.int64).reshape(-1, 2)
     drafted, accepted = counts.T
     found = {"acceptance_rate": (accepted, drafted)} if drafted.any() else {}
@@ -165,11 +163,9 @@ def score_positions(requests: Sequence[RequestCounts], rounds: Array) -> list[Po
 
 
 def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
-    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts.
-
-    By the names of the prompts if both logs have them, else by their order; then the lengths of the prompts have to
-    agree where both logs have them. A prompt whose request failed in one log is left out.
-    """
+    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts. By the names of the
+    prompts if both logs have them, else by their order; then the lengths of the prompts have to agree where both logs
+    have them. A prompt whose request failed in one log is left out."""
     for log in (a, b):
         if not log.per_request:
             raise UserError(

@@ -32,7 +32,6 @@ from eval.served.reading import (
 
 
 def readings(d: DraftFiles) -> list[Reading]:
-    """The readings of these files, none of them the one that they say. UserError without a target."""
     if d.target is None:
         raise UserError("the suspects depend on the target: give --target")
     return [reading for suspect in SUSPECTS.get(d.family, (rope,)) for reading in suspect(d)]
@@ -43,8 +42,7 @@ def readings(d: DraftFiles) -> list[Reading]:
 
 def rope(d: DraftFiles) -> Iterator[Reading]:
     """RoPE with each base that the files and the target name and with the usual one; without scaling, or with the
-    target's.
-    """
+    target's."""
     assert d.target is not None
     own, theirs = d.get("rope_parameters") or {}, d.target.config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in (*own.values(), *theirs.values())):
@@ -233,14 +231,12 @@ def random_biases(draft: Any) -> None:
 
 
 def swapped_inputs(d: DraftFiles) -> Iterator[Reading]:
-    """The embedding and the state, which EAGLE concatenates, in the opposite order."""
     eagle3 = [f"layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
     edit = reverse_columns(d, ["fc.weight"] if d.family == "eagle1" else eagle3, 2)
     yield Reading("inputs", "state and embedding in the opposite order", edit)
 
 
 def shared_matrices(d: DraftFiles) -> Iterator[Reading]:
-    """The target's embedding or output matrix in place of the draft's own."""
     for name in sorted(family_rules.shared_tensors(d) & set(d.tensors)):
         yield Reading("matrices", f"the target's {name}", drop_all(d, [name]))
 
@@ -294,8 +290,7 @@ def rotate_heads(d: DraftFiles, count: int, step: int) -> Edit:
 
 def causal_heads(d: DraftFiles) -> Iterator[Reading]:
     """The embedding as output matrix where there is another, or the other where the embedding is to be it; all rows of
-    the output matrix of a draft that was trained on some of them.
-    """
+    the output matrix of a draft that was trained on some of them."""
     if family_rules.LM_HEAD in d.tensors:
         tied = bool(d.get("tie_word_embeddings", False))
         matrix = family_rules.LM_HEAD if tied else "the embedding"

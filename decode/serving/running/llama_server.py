@@ -37,7 +37,6 @@ def find_server(asked: str = "") -> str:
 
 
 def server_version(server: str) -> str:
-    """What the executable says of its version."""
     done = subprocess.run([server, "--version"], capture_output=True, text=True)
     return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
 
@@ -63,18 +62,14 @@ def llama_server(
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """llama.cpp's answer to one prompt."""
-
     response: dict[str, Any]
     """As it came; `tokens` are the answer's ids."""
     counts: RequestCounts
 
 
 def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
-    """The greedy answer to a prompt of token ids, and what the server's counters rose by.
-
-    UserError for a server that does not count drafts, and if its response and its counters disagree.
-    """
+    """The greedy answer to a prompt of token ids, and what the server's counters rose by. UserError for a server that
+    does not count drafts, and if its response and its counters disagree."""
     request = {
         "prompt": list(prompt),
         "n_predict": max_new_tokens,

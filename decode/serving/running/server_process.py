@@ -23,12 +23,10 @@ GUARD = Path(__file__).with_name("server_guard.py")
 def running_server(
     command: Sequence[str], ready_url: str, seconds: float, name: str, **environment: str
 ) -> Iterator[None]:
-    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay.
-
-    It ends with the block and with this process, however that ends, and so do its children (server_guard.py).
-    UserError with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of
-    the block also gets its exit code and the end of its log if the server has ended on its own.
-    """
+    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay. It
+    ends with the block and with this process, however that ends, and so do its children (server_guard.py). UserError
+    with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of the block
+    also gets its exit code and the end of its log if the server has ended on its own."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, str(GUARD), *command],
@@ -67,7 +65,6 @@ def find_executable(wanted: str, what: str, advice: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

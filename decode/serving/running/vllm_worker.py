@@ -74,10 +74,8 @@ def build_llm(vllm, job: dict):
 
 def patch_sampler() -> list:
     """Replaces a broken function of vLLM's sampler, after an engine was built; returns the names of replaced functions.
-
     The CPU build of 0.32 should give each drafted token its request's temperature, and writes it to a copy: the
-    target's logits are then divided by uninitialised memory (vLLM's #42638 describes the same symptom).
-    """
+    target's logits are then divided by uninitialised memory (vLLM's #42638 describes the same symptom)."""
     import torch
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
