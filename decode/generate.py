@@ -32,9 +32,10 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.common.target_settings import PlacedTargetSettings
 from decode.common.template_choice import TemplateSetting, with_template
 from decode.constraints.grammar import ConstraintConfig, build_matcher
-from decode.distributed.placement import PlacedTargetSettings, load_target, run_placed
+from decode.distributed.placement import load_target, run_placed
 from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig
 from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft

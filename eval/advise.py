@@ -45,7 +45,7 @@ def main(s: AdviseConfig) -> None:
     report = read_report(Path(s.report))
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)
-    text = advice_markdown(advice, report.target.name)
+    text = advice_markdown(advice, report.target_name)
     if s.out:
         write_atomically(Path(s.out), text)
     sys.stdout.write(text)

@@ -12,10 +12,12 @@ forecast.md into --out; the same command goes on with a run that was stopped.
 Drafts: chains of causal, EAGLE, Medusa, MTP, early-exit and layerskip drafts; `ngram` and `vllm-ngram` need no folder.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -29,7 +31,7 @@ from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.common.ranges import (
+from decode.common.ranges import (  # fmt: skip
     Count,
     CountOrZero,
     DraftLength,
@@ -48,7 +50,7 @@ from decode.model.loading import Target, load_target
 from decode.serving.running import vllm_client
 from eval.benchmark.journal import MeasuringSettings, earlier_targets, open_journal
 from eval.forecasting import costs
-from eval.forecasting.chains import (
+from eval.forecasting.chains import (  # fmt: skip
     LOOKUPS,
     ChainSettings,
     VllmNgramDraft,
@@ -60,7 +62,7 @@ from eval.forecasting.pages import forecast_markdown
 from eval.forecasting.rounds import ENGINE_RULES, TextChains, rules_of, text_from_json, text_to_json
 from eval.forecasting.rows import forecast_rows
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.results.forecast import (
+from eval.results.forecast import (  # fmt: skip
     CostPoint,
     EngineRule,
     ForecastDraft,
@@ -78,7 +80,7 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 @dataclass
 class ForecastConfig(MeasuringSettings):
-    COMMON: ClassVar[str] = "target draft tasks ks temperatures dtype out"
+    COMMON: ClassVar[str] = "target draft tasks k temperatures dtype out"
 
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""
@@ -151,9 +153,9 @@ def load(s: ForecastConfig, target: Target) -> Draft:
     draft = pick_draft(s.draft, target, s.draft_dtype)
     if draft is None:
         raise UserError("draft none: give a draft's folder, ngram or vllm-ngram")
-    reduced = (
-        draft.name == "causal" and causal.load_ids(s.draft, target.runner.vocab_size) is not None
-    )
+    # Our engine drafts the tokens of a reduced vocabulary, the others those of the whole LM head.
+    size = target.runner.vocab_size
+    reduced = draft.name == "causal" and causal.load_ids(s.draft, size) is not None
     if reduced and s.engines != ["draftsmith"]:
         if "draftsmith" in s.engines:
             raise UserError(
@@ -167,34 +169,17 @@ def load(s: ForecastConfig, target: Target) -> Draft:
 
 
 def measure_texts(
-    s: ForecastConfig,
-    target: Target,
-    draft: Draft,
-    items: Sequence[TaskPrompt],
-    journal: Journal,
-    key: Sequence[str] = (),
+    s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
 ) -> dict[float, list[TextChains]]:
-    """{temperature: chains along the answers}; what the journal has is not measured again.
+    """{temperature: chains along the answers}; what the journal has is not measured again."""
 
-    `key` tells drafts apart that share a journal.
-    """
-    found = {}
-    for temperature in s.temperatures:
-        answers = s.answers if temperature > 0 else 1
+    def measure(temperature: float) -> object:
+        asked = [*items] * (s.answers if temperature > 0 else 1)
         settings = ChainSettings(max(s.k), temperature, s.max_new_tokens, s.rows)
-        asked = [item for _ in range(answers) for item in items]
+        return [text_to_json(x) for x in measure_chains(target, draft, asked, settings, s.seed)]
 
-        def measure(
-            asked: list[TaskPrompt] = asked, settings: ChainSettings = settings
-        ) -> list[dict[str, Any]]:
-            texts = measure_chains(target, draft, asked, settings, s.seed)
-            return [text_to_json(x) for x in texts]
-
-        found[temperature] = [
-            text_from_json(x)
-            for x in journal.get_or_measure(["chains", *key, temperature], measure)
-        ]
-    return found
+    kept = {t: journal.get_or_measure(["chains", t], partial(measure, t)) for t in s.temperatures}
+    return {temperature: [*map(text_from_json, texts)] for temperature, texts in kept.items()}
 
 
 def speculative_config(s: ForecastConfig, k: int) -> dict[str, Any]:
@@ -203,14 +188,10 @@ def speculative_config(s: ForecastConfig, k: int) -> dict[str, Any]:
         raise UserError(
             "vLLM has other n-grams than ours: give --draft vllm-ngram, or other --costs"
         )
-    if s.draft == "vllm-ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": k,
-            "prompt_lookup_max": s.prompt_lookup_max,
-            "prompt_lookup_min": s.prompt_lookup_min,
-        }
-    return vllm_client.speculative_config(s.draft, k)
+    if s.draft != "vllm-ngram":
+        return vllm_client.speculative_config(s.draft, k)
+    lengths = {name: vars(s)[name] for name in ("prompt_lookup_max", "prompt_lookup_min")}
+    return {"method": "ngram", "num_speculative_tokens": k, **lengths}
 
 
 def given_costs(source: str) -> list[CostPoint]:
@@ -229,25 +210,25 @@ def measure_costs(
         return given_costs(s.costs)
     prompts = [item.prompt_ids for item in items[-s.cost_prompts :]]
     ks = sorted({min(s.k), max(s.k)} | ({max(s.k) + 2} if len(s.k) == 1 else set()))
-    points: list[CostPoint] = []
-    for context in s.contexts:
-        for batch in s.batches:
 
-            def measure(context: int = context, batch: int = batch) -> list[dict[str, Any]]:
-                shape = {"batch": batch, "context": context, "max_new_tokens": s.cost_tokens}
-                if s.costs == "ours":
-                    plain = replace(target, eos=frozenset())
-                    found = costs.measure_ours(plain, draft, prompts, ks=(0, *ks), **shape)
-                else:
-                    configs = {k: speculative_config(s, k) for k in ks}
-                    found = costs.measure_vllm(
-                        s.vllm_python, s.target, configs, prompts, dtype=s.dtype, **shape
-                    )
-                return [asdict(point) for point in found]
+    def measure(context: int, batch: int) -> object:
+        texts = costs.context_prompts(prompts, context)
+        shape = costs.CostShape(batch, context, s.cost_tokens)
+        if s.costs == "ours":
+            plain = replace(target, eos=frozenset())
+            found = costs.measure_ours(plain, draft, texts, shape, (0, *ks))
+        else:
+            configs = {k: speculative_config(s, k) for k in ks}
+            found = costs.measure_vllm(s.vllm_python, s.target, configs, texts, shape, s.dtype)
+        return to_json(found)
 
-            key = ["costs", s.costs, context, batch]
-            points += costs.read_points(journal.get_or_measure(key, measure))
-    return points
+    return [
+        point
+        for at in itertools.product(s.contexts, s.batches)
+        for point in costs.read_points(
+            journal.get_or_measure(["costs", s.costs, *at], partial(measure, *at))
+        )
+    ]
 
 
 def schedules(
@@ -255,13 +236,14 @@ def schedules(
 ) -> list[KSchedule]:
     """Throughput and the best K by batch size for each temperature, rule and context with several batch sizes."""
     found = []
-    pooled = [row for row in rows if row.task == ALL_TASKS]
+    tau: dict[tuple[float, str], dict[int, float]] = {}
+    for x in rows:
+        if x.task == ALL_TASKS:
+            own = tau.setdefault((x.temperature, x.rule), {})
+            own |= {} if x.tau.value is None else {x.k: x.tau.value}
     for context in sorted({context for context, _ in by_shape}):
-        own = {batch: cost for (at, batch), cost in by_shape.items() if at == context}
-        for temperature, rule in dict.fromkeys((x.temperature, x.rule) for x in pooled):
-            of_rule = [x for x in pooled if (x.temperature, x.rule) == (temperature, rule)]
-            tau = {x.k: x.tau.value for x in of_rule if x.tau.value is not None}
-            found.append(costs.k_schedule(own, tau, temperature, rule, context))
+        at = {batch: cost for (own, batch), cost in by_shape.items() if own == context}
+        found += [costs.k_schedule(at, lengths, *key, context) for key, lengths in tau.items()]
     return found
 
 

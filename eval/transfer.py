@@ -13,7 +13,7 @@ The last line is JSON.
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from decode.common.errors import UserError, first_line
 from decode.common.ranges import Count, DraftLength, Share, Temperature
 from decode.common.run_dir import check_file
 from decode.common.template_choice import TemplateSetting
-from decode.common.typed_json import to_json
+from decode.common.typed_json import Estimate, Omitted, to_json
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
@@ -42,16 +42,10 @@ from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import Array, Interval, Ratio, paired_difference, paired_ratio
-from eval.reporting.formatting import format_number, format_with_interval
-from eval.scaling.data_curve import DataCurve, missing_tokens, read_data_curve
+from eval.reporting.formatting import format_estimate, format_number
+from eval.scaling.data_curve import missing_tokens, read_data_curve
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
 
-Counts = dict[str, dict[str, list[int]]]
-"""{prompt: {temperature: [emitted, rounds, accepted, reached]}}."""
-
-
-BATCH = 16
-"""Prompts that are decoded together."""
 KEEP, FINE_TUNE, RETRAIN, NOT_CLEAR, REFUSED = (
     "keep", "fine-tune", "retrain", "not clear", "refused",
 )  # fmt: skip
@@ -67,45 +61,58 @@ def count_acceptance(
 ) -> dict[str, list[list[int]]]:
     """{temperature: [emitted, rounds, accepted, reached] of each prompt}, decoded with the same seeds every time."""
     counts = {}
+    texts = [item.prompt_ids for item in prompts]
     for temperature in temperatures:
-        records = decode(
-            target,
-            draft,
-            [item.prompt_ids for item in prompts],
-            k=k,
-            sampling=SamplingParams(temperature),
-            max_new_tokens=max_new_tokens,
-            rows=BATCH,
-            seed=0,
-        )
-        found = Acceptance.of(records, k)
-        columns = [*found.tau, *found.alpha]
-        counts[str(temperature)] = np.stack(columns, 1).tolist()
+        sampling = SamplingParams(temperature)
+        settings = {"k": k, "max_new_tokens": max_new_tokens, "rows": 16, "seed": 0}
+        found = Acceptance.of(decode(target, draft, texts, sampling=sampling, **settings), k)
+        counts[str(temperature)] = np.stack([*found.tau, *found.alpha], 1).tolist()
     return counts
 
 
-def compare(counts: Array, others: Array, keep: float, retrain: float) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class TransferEntry:
+    """What the draft does with a target at one temperature; `why` it cannot be used with it."""
+
+    target: str
+    weights: Omitted[str] = None
+    dtype: str
+    temperature: float
+    prompts: Omitted[int] = None
+    tau: Omitted[float] = None
+    alpha: Omitted[float] = None
+    alpha_difference_ci: Omitted[Interval] = None
+    share: Estimate = Estimate()
+    """Accepted tokens a round ÷ those with the first target."""
+    verdict: str
+    why: Omitted[str] = None
+    missing_tokens: Omitted[float] = None
+
+
+def compare(
+    counts: Array, others: Array, keep: float, retrain: float, **names: Any
+) -> TransferEntry:
     """What the draft loses from one target, `counts`, to another, `others`: both [n prompts, 4] of count_acceptance.
 
-    `share` is the other target's accepted tokens a round ÷ the first one's. `verdict` is KEEP if its whole interval is
-    at least `keep`, RETRAIN if the whole of it is below `retrain`, FINE_TUNE if it is all below `keep`, else NOT_CLEAR.
+    `names` are the fields that say which target it is.
     """
     first, second = (Ratio(x[:, 0] - x[:, 1], x[:, 1]) for x in (counts, others))
     alpha, other_alpha = (Ratio(x[:, 2], x[:, 3]) for x in (counts, others))
-    share = paired_ratio(second, first, 0)
-    after = second.value
-    return {
-        "tau": None if after is None else 1 + after,
-        "alpha": other_alpha.value,
-        "alpha_difference_ci": paired_difference(other_alpha, alpha, 0).ci,
-        "share": share.value,
-        "share_ci": share.ci,
-        "verdict": judge(share.ci, keep, retrain),
-    }
+    share, after = paired_ratio(second, first, 0), second.value
+    return TransferEntry(
+        tau=None if after is None else 1 + after,
+        alpha=other_alpha.value,
+        alpha_difference_ci=paired_difference(other_alpha, alpha, 0).ci,
+        share=share,
+        verdict=judge(share.ci, keep, retrain),
+        prompts=len(counts),
+        **names,
+    )
 
 
 def judge(share: Interval | None, keep: float, retrain: float) -> str:
-    """The verdict on an interval of the share of accepted tokens that is left."""
+    """KEEP if the whole interval of the share of accepted tokens that is left is at least `keep`, RETRAIN if all of it
+    is below `retrain`, FINE_TUNE if it is all below `keep`, else NOT_CLEAR."""
     if share is None:
         return NOT_CLEAR
     if share[0] >= keep:
@@ -172,16 +179,6 @@ def target_dtypes(s: TransferConfig) -> list[str]:
     return [s.dtype] * len(s.targets) if isinstance(s.dtype, str) else s.dtype
 
 
-def measure(s: TransferConfig, target: Target, draft: Draft) -> Counts:
-    """What the draft does to each prompt. UserError if no prompt fits the target."""
-    prompts = load_fitting_prompts(s.tasks, target)
-    counts = count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
-    return {
-        f"{item.task}/{item.id}": {temperature: rows[i] for temperature, rows in counts.items()}
-        for i, item in enumerate(prompts)
-    }
-
-
 def load_checked_draft(s: TransferConfig, target: Target) -> Draft:
     """The draft. UserError if it does not fit the target or cannot draft what is asked for."""
     draft = load_draft(s.draft, target)
@@ -191,10 +188,12 @@ def load_checked_draft(s: TransferConfig, target: Target) -> Draft:
     return draft
 
 
-def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]:
+def compare_targets(s: TransferConfig, console: Console) -> list[TransferEntry]:
     """One entry for each target and temperature. UserError if the draft does not fit the first target."""
-    first: Counts = {}
-    entries: list[dict[str, Any]] = []
+    curve = read_data_curve(s.data_curve) if s.data_curve else None
+    laws = {f.temperature: f.law for f in curve.forecasts if f.metric == "tau"} if curve else {}
+    first: dict[str, dict[str, list[int]]] = {}
+    entries: list[TransferEntry] = []
     for name, dtype in zip(s.targets, target_dtypes(s), strict=True):
         target = load_target(name, s.device, dtype)
         try:
@@ -203,68 +202,45 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
         except UserError as error:
             if not first:
                 raise
-            refused = {
-                "target": name,
-                "dtype": dtype,
-                "verdict": REFUSED,
-                "why": first_line(error),
-            }
-            entries += [refused | {"temperature": temperature} for temperature in s.temperatures]
+            entries += [
+                TransferEntry(
+                    target=name, dtype=dtype, temperature=t, verdict=REFUSED, why=first_line(error)
+                )
+                for t in s.temperatures
+            ]
             continue
-        counts = measure(s, target, draft)
-        console.print(f"decoded {len(counts)} prompts with {name} in {dtype}", highlight=False)
+        prompts = load_fitting_prompts(s.tasks, target)
+        found = count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
+        ids = [f"{item.task}/{item.id}" for item in prompts]
+        counts = {t: dict(zip(ids, rows, strict=True)) for t, rows in found.items()}
+        console.print(f"decoded {len(ids)} prompts with {name} in {dtype}", highlight=False)
         first = first or counts
-        shared = [key for key in first if key in counts]
-        for temperature in s.temperatures:
-            a, b = (np.array([x[key][str(temperature)] for key in shared]) for x in (first, counts))
-            found = compare(a, b, s.keep, s.retrain)
-            facts = {
-                "target": name,
-                "weights": target.identity.weights,
-                "dtype": dtype,
-                "temperature": temperature,
-                "prompts": len(shared),
-            }
-            entries.append(facts | found)
+        for t in s.temperatures:
+            own, now = first[str(t)], counts[str(t)]
+            pairs = [(own[key], now[key]) for key in own if key in now]
+            names = {"target": name, "weights": target.identity.weights, "dtype": dtype}
+            a, b = (np.array(side) for side in zip(*pairs, strict=True))
+            entry = compare(a, b, s.keep, s.retrain, temperature=t, **names)
+            if t in laws and entry.share.value is not None:
+                entry = replace(entry, missing_tokens=missing_tokens(laws[t], entry.share.value))
+            entries.append(entry)
     return entries
-
-
-def add_missing_tokens(entries: list[dict[str, Any]], curve: DataCurve) -> None:
-    """Adds `missing_tokens` to the entries of temperatures for which the data curve has a law of τ."""
-    laws = {f.temperature: f.law for f in curve.forecasts if f.metric == "tau"}
-    for entry in entries:
-        if entry.get("share") is not None and entry["temperature"] in laws:
-            entry["missing_tokens"] = missing_tokens(laws[entry["temperature"]], entry["share"])
 
 
 def main(s: TransferConfig) -> None:
     check(s)
-    curve = read_data_curve(s.data_curve) if s.data_curve else None
     console = Console(stderr=True)
     entries = compare_targets(s, console)
-    if curve is not None:
-        add_missing_tokens(entries, curve)
     table = Table("target", "dtype", "T", "τ", "α", "share left [95 %]", "verdict", "worth, tokens")
     for x in entries:
-        if x["verdict"] == REFUSED:
-            table.add_row(
-                x["target"],
-                x["dtype"],
-                f"{x['temperature']:g}",
-                "–",
-                "–",
-                "–",
-                f"refused: {x['why']}",
-            )
-            continue
-        tokens = f"{x['missing_tokens']:,.0f}" if "missing_tokens" in x else "–"
+        verdict = x.verdict + (f": {x.why}" if x.why else "")
         table.add_row(
-            x["target"], x["dtype"], f"{x['temperature']:g}", format_number(x["tau"], 3), format_number(x["alpha"], 3),
-            format_with_interval(x["share"], x["share_ci"], 3), x["verdict"], tokens,
+            x.target, x.dtype, f"{x.temperature:g}", format_number(x.tau, 3), format_number(x.alpha, 3),
+            format_estimate(x.share, 3), verdict, format_number(x.missing_tokens, 0),
         )  # fmt: skip
     console.print(table)
-    facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain, "targets": entries}
-    line = json.dumps(facts | to_json(provenance.collect()))
+    facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain}
+    line = json.dumps(facts | {"targets": to_json(entries)} | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

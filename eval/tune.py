@@ -43,22 +43,22 @@ from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import escape_markdown, format_percent, table_markdown
 from eval.results.report import SCHEMA, TreeRecord
-from eval.results.tuned import ChosenSetting, PredictedCell, TreeLength, TunedReport
+from eval.results.tuned import PredictedCell, TreeLength, TunedReport
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
-from eval.tuning.config import (
+from eval.tuning.config import (  # fmt: skip
     TuneConfig,
-    batch_stage,
-    chain_stage,
+    chain_stages,
     check_config,
     load_methods,
     load_timing_context,
     to_eval_config,
     tree_stage,
 )
-from eval.tuning.selection import (
+from eval.tuning.selection import (  # fmt: skip
     cross_validated_predictions,
     every_other_prompt,
+    filter_by_task,
     select_fastest_settings,
     summarize_predictions,
     sweep_cells,
@@ -88,11 +88,7 @@ def tune(
         return result
 
     for temperature in s.temperatures:
-        stages = [
-            chain_stage(s, methods, temperature),
-            *(batch_stage(s, methods, temperature, b) for b in s.batch_sizes if b > 1),
-        ]
-        for stage in stages:
+        for stage in chain_stages(s, methods, temperature):
             predictions += predict_speedups(s, stage, run(stage))
         if s.tree_nodes:
             stage, expected = tree_stage(s, context, methods, temperature, journal)
@@ -122,18 +118,13 @@ def tune(
 def predict_speedups(s: TuneConfig, stage: SweepStage, result: TimingResult) -> list[PredictedCell]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
     predictions = []
-    methods = dict.fromkeys((m.name, m.layers) for m in result.records if m != PLAIN_DECODING)
-    for name, layers in methods:
-        by_k = {
-            m.k: records
-            for m, records in result.records.items()
-            if (m.name, m.layers) == (name, layers)
-        }
-        by_k[0] = result.records[PLAIN_DECODING]
-        for task in [ALL_TASKS, *dict.fromkeys(record.task for record in by_k[0])]:
-            own = {k: [x for x in xs if task in (ALL_TASKS, x.task)] for k, xs in by_k.items()}
+    tasks = dict.fromkeys(record.task for record in result.records[PLAIN_DECODING])
+    for name, layers in dict.fromkeys((m.name, m.layers) for m in result.records):
+        for task in [ALL_TASKS, *tasks] if name != PLAIN_DECODING.name else []:
+            own = filter_by_task(result.records, task)
+            by_k = {m.k: x for m, x in own.items() if (m.name, m.layers) == (name, layers)}
             predictions += cross_validated_predictions(
-                own, s.calibrate, s.seed, method=name, layers=layers, task=task,
+                {**by_k, 0: own[PLAIN_DECODING]}, s.calibrate, s.seed, method=name, layers=layers, task=task,
                 temperature=stage.temperature, batch_size=stage.batch_size,
             )  # fmt: skip
     return predictions
@@ -145,65 +136,47 @@ def compare_tree_lengths(
     """Tokens a round of fixed trees: predicted from one half of the prompts, measured on the other."""
     test = every_other_prompt(result.records, 1)
     return [
-        TreeLength(
-            setting.name,
-            setting.description,
-            stage.temperature,
-            expected[setting],
-            Acceptance.of(test[setting]).tau.value,
-        )
-        for setting in result.records
-        if setting in expected
-    ]
+        TreeLength(x.name, x.description, stage.temperature, expected[x], Acceptance.of(own).tau.value)
+        for x, own in test.items()
+        if x in expected
+    ]  # fmt: skip
 
 
 def write_eval_configs(
     s: TuneConfig, items: Sequence[TaskPrompt], tuned: TunedReport, out: Path
 ) -> None:
     """A configuration of eval/run.py for each temperature, batch size and domain: every method at its fastest."""
-    folder = out / "settings"
+    folder, by_name = out / "settings", {m.name: m for m in s.methods}
     folder.mkdir(exist_ok=True)
     places = dict.fromkeys((c.temperature, c.batch_size, c.task) for c in tuned.chosen)
     for place in places:
         temperature, batch, task = place
         own = [c for c in tuned.chosen if (c.temperature, c.batch_size, c.task) == place]
         best = max(own, key=lambda c: c.speedup.value or 0.0)
+        methods = [
+            replace(
+                by_name[c.method],
+                k=c.k,
+                tree=TreeConfig(**to_json(c.tree or TreeRecord())),
+                layers=c.layers or by_name[c.method].layers,
+            )
+            for c in own
+        ]
+        holding = {item.task for item in items if task in (ALL_TASKS, item.domain or item.task)}
+        chosen = replace(
+            to_eval_config(s), methods=methods, tasks=[x for x in s.tasks if x.name in holding],
+            temperatures=[temperature], batch_size=batch, out=f"{s.out}/report",
+        )  # fmt: skip
         text = (
             "# command: eval/run.py\n"
             f"# Written by eval/tune.py: {task}, temperature {temperature:g}, batch {batch}. "
             f"Fastest: {best.method}, {best.setting}, {best.speedup.value:.2f}x in rounds.\n"
-            + to_yaml(tuned_eval_config(s, items, own, temperature, batch, task))
+            + to_yaml(chosen)
         )
         name = f"T{temperature:g}-B{batch}-{task}.yaml"
         files.write_atomically(folder / name.replace("/", "_"), text)
         if place == (s.temperatures[0], 1, ALL_TASKS) or len(places) == 1:
             files.write_atomically(out / "tuned.yaml", text)
-
-
-def tuned_eval_config(
-    s: TuneConfig,
-    items: Sequence[TaskPrompt],
-    own: Sequence[ChosenSetting],
-    temperature: float,
-    batch: int,
-    task: str,
-) -> config.EvalConfig:
-    """The settings of eval/run.py with the chosen k, tree and exit of each method."""
-    by_name = {m.name: m for m in s.methods}
-    methods = [
-        replace(
-            by_name[c.method],
-            k=c.k,
-            tree=TreeConfig(**to_json(c.tree or TreeRecord())),
-            layers=c.layers or by_name[c.method].layers,
-        )
-        for c in own
-    ]
-    holding = {item.task for item in items if task in (ALL_TASKS, item.domain or item.task)}
-    return replace(
-        to_eval_config(s), methods=methods, tasks=[x for x in s.tasks if x.name in holding], temperatures=[temperature],
-        batch_size=batch, out=f"{s.out}/report",
-    )  # fmt: skip
 
 
 def render_markdown(tuned: TunedReport) -> str:
@@ -217,15 +190,6 @@ def render_markdown(tuned: TunedReport) -> str:
         f"Turns that were repeated, since a setting stalled in them: {tuned.repeated_turns}.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def terminal_table(tuned: TunedReport) -> RichTable:
-    """The same table for the console, batch 1 only."""
-    table = tuned_table([c for c in tuned.chosen if c.batch_size == 1])
-    rich = RichTable(*table.header, title=table.title)
-    for row in table.rows:
-        rich.add_row(*map(Text, row))  # Text: no markup in names
-    return rich
 
 
 def main(s: TuneConfig) -> None:
@@ -245,7 +209,11 @@ def main(s: TuneConfig) -> None:
         )
         write_eval_configs(s, context.items, tuned, out)
         files.write_atomically(out / "tuned.md", render_markdown(tuned))
-    console.print(terminal_table(tuned))
+    table = tuned_table([c for c in tuned.chosen if c.batch_size == 1])
+    rich = RichTable(*table.header, title=table.title)
+    for row in table.rows:
+        rich.add_row(*map(Text, row))  # Text: no markup in names
+    console.print(rich)
     line = {
         "tuned": str(out / "tuned.json"),
         "counted": tuned.predictions.counted,

@@ -32,10 +32,10 @@ from decode.common.errors import UserError
 from decode.common.run_dir import check_inputs_outside
 from decode.model.fingerprint import TargetRecord
 from decode.serving.checker import check_draft_files
-from train.distill import DistillConfig
 from train.hub import publish, upload
 from train.hub.evidence import read_evidence
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
+from train.trainer.settings import DistillConfig
 
 CHECKED_ENGINES = {
     "vLLM": "vllm",

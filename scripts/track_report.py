@@ -18,7 +18,7 @@ from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.common.settings import parse_settings, to_dict
 from eval.results.report import read_report
-from train.distill import DistillConfig
+from train.trainer.settings import DistillConfig
 from train.trainer.tracking import Tracker, check_tracker
 
 

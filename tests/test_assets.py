@@ -1,9 +1,12 @@
 """The EAGLE-3 head that ships for SmolLM2-135M-Instruct: what a stranger gets is what was measured."""
 
 import json
+import re
 
 from decode.checkpoints.draft_folder import draft_sha256, read_metadata
 from decode.serving.checker import check_draft_files
+from eval.reporting.formatting import format_estimate
+from eval.results.report import read_report
 from tests import worlds
 from train.hub import redaction
 
@@ -31,3 +34,20 @@ def test_engines_would_load_the_shipped_head() -> None:
     for engine in ("vllm", "sglang"):
         findings = check_draft_files(str(HEAD), engine)
         assert findings == [], engine
+
+
+def test_the_shipped_head_has_one_headline_figure() -> None:
+    """Bug: README, card and docs give the head's speed-up from different measurements."""
+    report = read_report(worlds.ROOT / "docs/results/smollm2.json")
+    (head,) = [m for m in report.pooled if m.name == "eagle3" and m.temperature == 0]
+    figure = format_estimate(head.speedup, 2, "×")
+    card = (HEAD / "README.md").read_text()
+    listed = re.findall(r"^- (\S+ \[.*?\]) the speed of plain decoding", card, re.MULTILINE)
+    own = [m.speedup for m in report.of_draft(head.draft_sha256) if m.is_pooled]
+    assert sorted(listed) == sorted(format_estimate(speedup, 2, "×") for speedup in own)
+    for page, words in {
+        "README.md": f"shipped EAGLE-3 head decodes SmolLM2-135M {figure}",
+        "docs/families.md": f"**What ships is the EAGLE-3 head**: {figure}",
+        "docs/guides/laptop.md": f"the shipped head gains {figure.split()[0]}",
+    }.items():
+        assert words in " ".join((worlds.ROOT / page).read_text().split()), page

@@ -15,7 +15,7 @@ from decode.common.errors import UserError
 from decode.model import loading
 from decode.model.formats.made_folders import made_folder
 from tests import worlds
-from tests.decode.common.test_disk_errors import caused, full, largest_file
+from tests.decode.common.test_errors import caused, full, largest_file
 from tests.decode.model.test_adapters import lora, write_adapter, write_base
 from tests.decode.model.test_quantized import quantized
 from tests.quantized import FORMS

@@ -45,16 +45,16 @@ from tests.train.families import test_heads_training, test_overfit
 from tests.train.planning import test_shape_run
 from tests.worlds import ROOT, World
 from train.data.batching import Batch
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.registry import TRAINED_FAMILIES, family_settings, register_trained
 from train.families.settings.base import FamilySettings
 from train.hub.evidence import Evidence
 from train.hub.publish import build_draft_folder
-from train.hub.upload import HubLabels
 from train.losses.objective import Criterion
 from train.planning.shape_run import ShapeRun, made_up_rows
+from train.settings.training import HubLabels
 from train.teacher.live import LiveTeacher, TeacherOutput
+from train.trainer.settings import DistillConfig
 
 STEPS = 3
 
@@ -350,7 +350,9 @@ def test_a_family_has_its_own_settings_alone(
 
 def test_settings_are_read_without_torch() -> None:
     """Bug: a --help that takes seconds, because a module of settings imports what it builds when it is loaded."""
-    program = "import sys, train.families.registry; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    program = (
+        "import sys, train.distill; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -20,7 +20,8 @@ from eval.benchmark.config import MethodConfig, TreeConfig
 from scripts.lab import build_target
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
-from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
+from train.settings.training import AcceptanceEvalConfig
+from train.trainer.acceptance_eval import AcceptanceEval
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(

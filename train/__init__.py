@@ -4,7 +4,9 @@
     doctor.py         command: examines a sampled set or prompts: loss mask in colour, findings with their cost
     write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
     distill.py        command: trains a draft on sampled sets
+    training.py       what it does: the parts of a run are loaded, and the draft is trained
     states_server.py  command: starts a server that writes the target's hidden states for distill.py
+    settings/         the settings of data and training, which load no torch
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
     sampling/         the sampled set is written: rows, the local engine, servers with OpenAI's API
     doctor_checks/    the checks of doctor.py: boundaries, template, answers, prompts, texts
@@ -15,7 +17,6 @@
     planning/         estimates of memory, time and disk, and the dry run
     hub/              model cards and publishing
 
-Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py. sampling and doctor_checks
-import data, hub data and families. train may import decode and eval, never
-scripts.
+Import order: settings <- data <- losses <- teacher <- families <- trainer <- planning <- training.py. sampling and
+doctor_checks import data, hub data and families. train may import decode and eval, never scripts.
 """

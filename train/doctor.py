@@ -29,7 +29,6 @@ from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog
 from train.doctor_checks.examination import (
-    DoctorConfig,
     Examination,
     Renderings,
     examine_prompts,
@@ -38,6 +37,7 @@ from train.doctor_checks.examination import (
 )
 from train.doctor_checks.findings import DataFinding
 from train.doctor_checks.rendering import print_findings, print_samples, render_page
+from train.settings.data import DoctorConfig
 
 DATA_TITLE, SOURCES_TITLE = "Sampled set", "Prompts before sampling"
 

@@ -23,15 +23,14 @@ from decode.common import run_dir
 from decode.common.chat_template import Messages, encode_prompt
 from decode.common.command import run_command
 from decode.common.damage import read_log
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, naming
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, at_least
 from decode.common.run_dir import RunSettings
+from decode.common.target_settings import TargetSettings
 from decode.common.template_choice import TemplateSetting
 from decode.common.typed_json import from_json, to_json
-from decode.distributed.placement import TargetSettings
 from decode.engine.engine import speculate
 from decode.engine.trained_template import use_template
 from decode.model.fingerprint import ModelFingerprint, difference

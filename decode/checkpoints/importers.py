@@ -23,8 +23,7 @@ from decode.checkpoints.eagle_layouts import EAGLE1, EAGLE3, PEAGLE
 from decode.checkpoints.eight_bit import dequantized
 from decode.checkpoints.head_layouts import EXIT, MEDUSA, MTP
 from decode.checkpoints.layouts import HeadConfig, Layout, Tensors
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
 from decode.model.loading import adapter_folder
 from decode.model.names import check_name, load_error

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, naming
 from decode.common.files import read_json_object
 
 WEIGHTS_FILE = "model.safetensors"

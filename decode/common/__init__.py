@@ -1,9 +1,8 @@
 """What every package needs and no model: command lines, output folders, files, errors and progress.
 
-- errors: UserError, and the first line of another exception's message
+- errors: UserError; what a full disk or a missing permission is, and other exceptions, in one line
 - settings: settings of a command from defaults, YAML and the command line, by today's names and by old ones
 - ranges: the range of every number in the settings, and the one check of them
-- disk_errors: what a full disk or a missing permission is, in one line that names the file
 - command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's
 - journal: every finished measurement, line by line on disk
@@ -14,6 +13,7 @@
 - damage: damaged files are moved aside, and what is intact in them is kept
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say
+- memory: how PyTorch's allocator keeps memory on a CPU
 - progress: bars in a terminal, plain lines in a log
 - chat_template: a prompt or a chat as token ids
 - template_choice: which chat template renders prompts, and with which arguments

@@ -18,8 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from decode.common.disk_errors import world_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, world_error
 from decode.common.secret_patterns import redact
 from decode.common.settings import parse_settings
 

@@ -18,8 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, first_line, naming
 
 MAX_DEPTH = 100
 """Lists and mappings within each other. Python's own limit lies a little higher and depends on who calls."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import damage
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, naming
 
 HEADER = ["machine", 2]
 """Key of the first line, whose value is the machine; the number is the version of the values' format."""

@@ -10,9 +10,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.common.ranges import DtypeName, at_least
+from decode.common.target_settings import PlacementConfig
 from decode.distributed.passes import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
@@ -86,42 +85,6 @@ def device_map(config: Any, dtype: torch.dtype, room: Mapping[str, int]) -> dict
 
 
 # ---- settings and target ----
-
-
-@dataclass(frozen=True)
-class PlacementConfig:
-    """Where the target's weights are, if one device cannot hold them."""
-
-    kind: Literal["single", "tensor_parallel", "device_map"] = "single"
-    """single: on one device. tensor_parallel: every process of the launch holds a slice of each layer, and the first
-    one runs the command. device_map: one process puts layers on all its GPUs, then in CPU memory, then on disk."""
-    max_gib: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
-    """device_map: GiB of weights that devices may hold, in the order in which they are filled, such as
-    '{cuda:0: 10, cuda:1: 70, cpu: 200}'; what fits nowhere stays on disk. The first one holds embedding and LM head.
-    Empty: 40 % of what is free on the first device, where the draft is as well, and 80 % on the others."""
-    offload_folder: str = ""
-    """device_map: folder for weights on disk that must be converted first, such as experts that are stacked; others are
-    read from the target's files. Empty: a temporary one, which is deleted at the end."""
-
-
-@dataclass
-class TargetSettings:
-    """Which target, and as what it is loaded: what most commands with a target can be told."""
-
-    target: str = "assets/target"
-    """The target model: a folder, a GGUF file or a Hub name."""
-    revision: str | None = None
-    """Commit, tag or branch of a target on the Hub."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, …"""
-    dtype: DtypeName = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao). Losslessness to the
-    token is a property of computing in float32."""
-
-
-@dataclass
-class PlacedTargetSettings(TargetSettings):
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:

@@ -25,8 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from decode.common import damage
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
 from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes

@@ -12,8 +12,7 @@ from typing import Literal
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
-from decode.common.disk_errors import disk_error, world_error
-from decode.common.errors import UserError, one_line
+from decode.common.errors import UserError, disk_error, one_line, world_error
 
 Kind = Literal["model", "dataset"]
 PATH_SUFFIXES = frozenset(

@@ -5,13 +5,12 @@ went through the same temperature, top-k and top-p (nucleus sampling, Holtzman e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.common.ranges import CountOrZero, Temperature, TopP
+from decode.common.target_settings import SamplingParams
 
 # ---- top-p ----
 
@@ -105,22 +104,6 @@ SUM_BLOCK = 256
 
 Sampler = Callable[[Tensor], Tensor]
 """weights [B, ..., n], non-negative and of any scale -> indices [B, ...] drawn in proportion to them."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Temperature, top-k and top-p of sampling; temperature 0 is greedy decoding."""
-
-    temperature: Temperature = 0.0
-    """0 takes the most probable token; 1 samples the model's unchanged distribution."""
-    top_k: CountOrZero = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: TopP = 1.0
-    """Keep the smallest set of most probable tokens with at least this total probability; 1 keeps all."""
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
 
 
 def warp(logits: Tensor, sampling: SamplingParams) -> Tensor:

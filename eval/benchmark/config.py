@@ -18,9 +18,9 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.common.target_settings import PlacedTargetSettings
 from decode.common.template_choice import TemplateSetting
 from decode.constraints.grammar import ConstraintConfig, is_constrained
-from decode.distributed.placement import PlacedTargetSettings
 from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.mirror import MirrorConfig
 from decode.drafts.swift_search import SwiftConfig

@@ -9,6 +9,7 @@ said.
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,7 @@ from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.speedup_model import RoundCost, fit_round_cost
-from eval.results.forecast import (
-    CostPoint,
-    EngineSchedule,
-    KSchedule,
-    SglangSchedule,
-)
-
-WARM_ROUNDS = 1
-"""First rounds of a request that are not counted."""
+from eval.results.forecast import CostPoint, EngineSchedule, KSchedule, SglangSchedule
 
 
 @dataclass(frozen=True)
@@ -105,22 +98,24 @@ def context_prompts(prompts: Sequence[list[int]], context: int) -> list[list[int
     return [stream[i : i + context] for i in range(len(prompts))]
 
 
+@dataclass(frozen=True)
+class CostShape:
+    """How many requests are measured together, how long their prompts are (0: as they come) and their answers."""
+
+    batch: int
+    context: int
+    max_new_tokens: int
+
+
 def measure_ours(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[list[int]],
-    *,
-    batch: int,
-    context: int,
-    ks: Sequence[int],
-    max_new_tokens: int,
+    target: Target, draft: Draft, texts: Sequence[list[int]], shape: CostShape, ks: Sequence[int]
 ) -> list[CostPoint]:
-    """Cost points of our engine, greedy, a `batch` of these prompts at a time; `target` must have no EOS."""
-    texts = context_prompts(prompts, context)
+    """Cost points of our engine, greedy, a batch of these prompts at a time; `target` must have no EOS."""
+    batch = shape.batch
     texts = [texts[i % len(texts)] for i in range(max(batch, len(texts)) // batch * batch)]
     points = []
     for k in ks:
-        settings = {"k": k, "max_new_tokens": max_new_tokens} if k else {"max_new_tokens": max_new_tokens}  # fmt: skip
+        settings = {"max_new_tokens": shape.max_new_tokens} | ({"k": k} if k else {})
         timed, first = [], []
         for start in range(0, len(texts), batch):
             group = texts[start : start + batch]
@@ -128,7 +123,8 @@ def measure_ours(
             first.append(records[0].first_token_seconds)
             longest = max(records, key=lambda r: len(r.rounds))
             pairs = zip(longest.rounds, longest.round_seconds, strict=True)
-            timed += [(d, t) for (d, _), t in list(pairs)[WARM_ROUNDS:] if d > 0 or k == 0]
+            # The first round of a request may compile or allocate.
+            timed += [(d, t) for (d, _), t in list(pairs)[1:] if d > 0 or k == 0]
         if not timed:
             raise UserError(
                 f"no round drafted with K = {k}: give more or longer answers for the costs"
@@ -136,7 +132,7 @@ def measure_ours(
         drafted = statistics.fmean(d for d, _ in timed)
         ms = MS_PER_SECOND * statistics.median(t for _, t in timed)
         prefill = MS_PER_SECOND * statistics.fmean(first)
-        points.append(CostPoint(batch, context, k, drafted, ms, prefill))
+        points.append(CostPoint(batch, shape.context, k, drafted, ms, prefill))
     return points
 
 
@@ -165,38 +161,30 @@ def measure_vllm(
     python: str,
     target: str,
     speculative: dict[int, dict[str, Any]],
-    prompts: Sequence[list[int]],
-    *,
-    batch: int,
-    context: int,
-    max_new_tokens: int,
+    texts: Sequence[list[int]],
+    shape: CostShape,
     dtype: str,
 ) -> list[CostPoint]:
     """Cost points of vLLM, greedy: K = 0 and the K of `speculative`, {K: vLLM's speculative_config}.
 
     UserError with vLLM's message if it fails.
     """
-    texts = context_prompts(prompts, context)
-    longest = vllm_client.context_length(texts, max(speculative), max_new_tokens)
+    limit = shape.max_new_tokens
+    longest = vllm_client.context_length(texts, max(speculative), limit)
     jobs = [
         vllm_client.build_job(
-            target,
-            texts,
-            speculative=config,
-            dtype=dtype,
-            max_new_tokens=max_new_tokens,
-            max_model_len=longest,
-            draws=batch,
+            target, texts, speculative=config, dtype=dtype, max_new_tokens=limit,
+            max_model_len=longest, draws=shape.batch,
         )
         for config in (None, *speculative.values())
-    ]
+    ]  # fmt: skip
     points: list[CostPoint] = []
     results = vllm_client.run_jobs(python, jobs)
     for k, result in zip((0, *speculative), results, strict=True):
         if "error" in result:
             raise UserError(f"vLLM failed: {result['error'][:600]}")
         plain = points[0].round_ms if points else 0.0
-        points.append(vllm_point(result["answers"], k, batch, context, plain))
+        points.append(vllm_point(result["answers"], k, shape.batch, shape.context, plain))
     return points
 
 
@@ -216,15 +204,9 @@ def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[KRa
     """The K with the highest throughput for every batch size up to the largest measured one."""
     batches = list(range(1, max(costs) + 1))
     rates = throughput(costs, tau, batches)
-    ks = list(rates)
-    best = [ks[i] for i in np.argmax([rates[k] for k in ks], axis=0)]
-    ranges: list[KRange] = []
-    for batch, k in zip(batches, best, strict=True):
-        if ranges and ranges[-1][2] == k:
-            ranges[-1] = (ranges[-1][0], batch, k)
-        else:
-            ranges.append((batch, batch, k))
-    return ranges
+    best = [list(rates)[i] for i in np.argmax(list(rates.values()), axis=0)]
+    runs = [(k, list(run)) for k, run in groupby(batches, key=lambda batch: best[batch - 1])]
+    return [(run[0], run[-1], k) for k, run in runs]
 
 
 def k_schedule(

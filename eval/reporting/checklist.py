@@ -57,7 +57,7 @@ def _baseline_lines(
         )
     use = inputs.utilisation
     return [
-        f"Plain decoding of {report.target.name} by the same engine: {speed}; {latency}.",
+        f"Plain decoding of {report.target_name} by the same engine: {speed}; {latency}.",
         f"GPU use during plain decoding: {'not measured' if use is None else format_percent(use)}. "
         f"Tokens per reply: {format_reply_length(inputs, m)}.",
     ]

@@ -38,22 +38,22 @@ def build_charts(report: EvalReport, tuned: TunedReport | None) -> list[ReportCh
     """Every figure that has a panel, most important first."""
     # Older reports have no interval for other engines.
     engines = [replace(e, name=f"{e.engine} {e.name}") for e in report.engines if e.speedup.ci]
-    pooled = report.pooled
+    pooled, tasks = report.pooled, {m.task for m in report.entries}
     charts = [
         _task_chart(
-            [(m, m.speedup) for m in [*report.methods, *engines]],
+            [(m, m.speedup) for m in [*report.entries, *engines] if m.task in tasks],
             "Speed-up by method and task",
             "× plain decoding (dashed)",
         ),
         _task_chart(
-            [(m, m.tau) for m in report.methods],
+            [(m, m.tau) for m in report.entries],
             "τ by method and task",
             "tokens per target pass (dashed: plain)",
         ),
         _alpha_by_position_chart([m for m in pooled if m.alpha.value is not None]),
         _accepted_length_chart(pooled),
         _latency_chart(pooled),
-        _phase_chart([m for m in pooled if m.phase_ms is not None]),
+        _phase_chart(pooled),
         *([] if tuned is None else [_speedup_vs_k_chart(tuned), _speedup_vs_batch_chart(tuned)]),
         _roofline_chart(report, tuned),
     ]
@@ -107,45 +107,43 @@ def _alpha_by_position_chart(shown: Sequence[MethodResult]) -> ReportChart:
 
 def _accepted_length_chart(pooled: Sequence[MethodResult]) -> ReportChart:
     """Shares of rounds by the number of accepted tokens, a stacked bar for each method."""
-    shown = [m for m in pooled if m.histogram and sum(m.histogram) > 0 and m.k > 0]
-    counts = {id(m): m.histogram or [] for m in shown}
-    longest = max((len(own) - 1 for own in counts.values()), default=0)
+    shown = [m for m in pooled if m.k > 0 and sum(m.histogram or []) > 0]
+    longest = max((len(m.histogram or []) - 1 for m in shown), default=0)
+    shades = len(SHADE_COLORS) - 1
+    colors = [
+        SHADE_COLORS[max(length > 0, round(length * shades / max(longest, 1)))]
+        for length in range(longest + 1)
+    ]
     panels = []
     for setting, own in by_setting(shown).items():
+        counts = {m.name: m.histogram or [] for m in own}
         parts = {
-            m.name: [
-                (100 * count / sum(counts[id(m)]), _color_for_length(length, longest))
-                for length, count in enumerate(counts[id(m)])
-            ]
-            for m in own
+            name: [(100 * n / sum(rounds), colors[length]) for length, n in enumerate(rounds)]
+            for name, rounds in counts.items()
         }
         panels.append(stacked_bars(parts, {}, setting_title(*setting), "% of rounds", 100))
-    legend = [
-        ("■", _color_for_length(length, longest), str(length)) for length in range(longest + 1)
-    ]
+    legend = [("■", color, str(length)) for length, color in enumerate(colors)]
     note = "Drafted tokens accepted in a round; each round adds one token of the target to these. All tasks."
     return ReportChart("Accepted lengths", note, panels, legend)
 
 
 def _latency_chart(pooled: Sequence[MethodResult]) -> ReportChart:
     """Median and 95th percentile of the latency of a token, or of a round where tokens were not measured."""
-    shown = [m for m in pooled if m.latency_ms is not None]
-    tokens = all(m.latency_ms is not None and m.latency_ms.token for m in shown)
+    spreads = [(m, m.latency_ms) for m in pooled if m.latency_ms is not None]
+    tokens = all(x.token for _, x in spreads)
     name = "median, with a line to the 95th percentile"
     values: dict[tuple[float, int], dict[tuple[str, str], Point]] = {}
-    for setting, own in by_setting(shown).items():
-        panel = values[setting] = {}
-        for m in own:
-            spread = m.latency_ms and m.latency_ms.token if tokens else m.latency_ms
-            if spread is not None and spread.p50 is not None and spread.p95 is not None:
-                panel[m.name, name] = Point(0, spread.p50, (spread.p50, spread.p95))
+    for m, rounds in sorted(spreads, key=lambda pair: pair[0].setting):
+        x = rounds.token if tokens and rounds.token else rounds
+        if x.p50 is not None and x.p95 is not None:
+            point = Point(0, x.p50, (x.p50, x.p95))
+            values.setdefault(m.setting, {})[m.name, name] = point
     rows = unique_names([row for panel in values.values() for row, _ in panel])
     xlim = axis_limits((point for panel in values.values() for point in panel.values()), 0.0)
     unit = "ms per token" if tokens else "ms per round"
     panels = [
         dot_plot(panel, rows, [name], setting_title(*setting), unit, xlim)
         for setting, panel in values.items()
-        if panel
     ]
     note = "A token's latency is the time of its round ÷ the tokens that the round emitted."
     return ReportChart(
@@ -153,11 +151,12 @@ def _latency_chart(pooled: Sequence[MethodResult]) -> ReportChart:
     )
 
 
-def _phase_chart(shown: Sequence[MethodResult]) -> ReportChart:
+def _phase_chart(pooled: Sequence[MethodResult]) -> ReportChart:
     """Milliseconds of draft, verification and overhead in a round, a stacked bar for each method."""
-    right = 1.3 * max((m.phase_ms.total for m in shown if m.phase_ms is not None), default=0.0)
+    timed = [(m, m.phase_ms) for m in pooled if m.phase_ms is not None]
+    right = 1.3 * max((phases.total for _, phases in timed), default=0.0)
     panels = []
-    for setting, own in by_setting(shown).items():
+    for setting, own in by_setting([m for m, _ in timed]).items():
         parts = {
             m.name: [(vars(m.phase_ms)[p], PHASE_COLORS[p]) for p in PHASE_COLORS] for m in own
         }
@@ -202,16 +201,12 @@ def _speedup_vs_batch_chart(tuned: TunedReport) -> ReportChart:
     names = unique_names([c.method for c in cells])
     panels = []
     for temperature in sorted({c.temperature for c in cells}):
-        series = []
-        for name in names:
-            best: dict[int, Point] = {}
-            for c in cells:
+        best: dict[str, dict[int, Point]] = {name: {} for name in names}
+        for c in sorted(cells, key=lambda c: (c.batch_size, c.speedup.value)):
+            if c.temperature == temperature:  # of one batch size, the fastest comes last
                 point = replace(estimate_point(c.speedup), x=c.batch_size)
-                known = best.get(c.batch_size, point)
-                if (c.method, c.temperature) == (name, temperature):
-                    best[c.batch_size] = max(known, point, key=lambda x: x.y)
-            if len(best) > 1:
-                series.append(ChartSeries(name, [best[size] for size in sorted(best)]))
+                best[c.method][c.batch_size] = point
+        series = [ChartSeries(x, [*own.values()]) for x, own in best.items() if len(own) > 1]
         if series:
             title = f"temperature {temperature:g}"
             panels.append(
@@ -272,10 +267,3 @@ def memory_bandwidth(report: EvalReport, tuned: TunedReport | None) -> float | N
     if known is not None:
         return known.bandwidth
     return tuned.bandwidth if tuned is not None and tuned.hardware.device == device else None
-
-
-def _color_for_length(length: int, longest: int) -> str:
-    """The colour of an accepted length between 0 and `longest`."""
-    if length == 0:
-        return SHADE_COLORS[0]
-    return SHADE_COLORS[max(1, round(length * (len(SHADE_COLORS) - 1) / max(longest, 1)))]

@@ -95,7 +95,7 @@ def write_profile(profile: SpeculationProfile | None, folder: Path) -> None:
 def render_markdown(report: EvalReport) -> str:
     """The report as Markdown: summary, tables and definitions, without plots."""
     parts = [
-        f"# Speculative decoding of {escape_markdown(report.target.name)}",
+        f"# Speculative decoding of {escape_markdown(report.target_name)}",
         "\n".join(f"- {escape_markdown(line)}" for line in summary_lines(report)),
         *(table_markdown(table) for table in report_tables(report)),
         "## Definitions",
@@ -117,7 +117,7 @@ def render_html(
     tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned.chosen)])
     template = html_templates(Path(__file__).parent).get_template(TEMPLATE)
     return template.render(
-        target=report.target.name,
+        target=report.target_name,
         cards=headline_figures(report),
         verdicts=summary_lines(report),
         lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
@@ -159,7 +159,7 @@ def benchmark_command(report: EvalReport) -> str | None:
 
 def terminal_table(report: EvalReport) -> RichTable:
     """A console table for 80 columns: a row for each task, temperature and method."""
-    title = Text(f"Speculative decoding of {report.target.name}")
+    title = Text(f"Speculative decoding of {report.target_name}")
     table = RichTable(title=title, box=box.SIMPLE, padding=0, show_edge=False)
     names = ("task", "T", "method", "K", "n", "τ", "α", "tok/s", "speed-up", "pred.")
     for at, name in enumerate(names):

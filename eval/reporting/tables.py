@@ -69,7 +69,6 @@ COLUMNS: dict[str, Column] = {
 NARROW_COLUMNS: dict[str, Column] = COLUMNS | {
     "τ": lambda m: format_number(m.tau.value, 2),
     "α": lambda m: format_number(m.alpha.value, 3),
-    "tokens/s": lambda m: format_number(m.tokens_per_second.value, 0),
     "tok/s": lambda m: format_number(m.tokens_per_second.value, 0),
     "pred.": lambda m: format_number(m.predicted_speedup, 2),
 }
@@ -102,20 +101,21 @@ def method_table(
 
 def report_tables(report: EvalReport) -> list[Table]:
     """Every table of the report that has a row, most important first."""
-    pooled = report.pooled_sections
+    pooled, methods = report.pooled_sections, report.entries
+    by_task = {m.task for m in methods}
     tables = [
         *map(_speed_table, report.sections),
         *map(_position_table, pooled),
         *map(_latency_table, pooled),
         *map(_phase_table, pooled),
         *_domain_tables(report),
-        _engine_table(report.engines),
-        _acceptance_difference_table(report.comparisons),
-        _sampling_distribution_table(report.law),
-        _answer_quality_table(report.methods),
-        _target_drift_table(report.target_quality),
+        _engine_table([e for e in report.engines if e.is_pooled]),
+        _acceptance_difference_table([c for c in report.comparisons if c.task in by_task]),
+        *([] if report.law is None else [_sampling_distribution_table(report.law)]),
+        _answer_quality_table(methods),
+        *([] if report.target_quality is None else [_target_drift_table(report.target_quality)]),
         _failure_table(report),
-        _setup_table(report.methods),
+        _setup_table(methods),
         _environment_table(report),
     ]
     return [table for table in tables if len(table.rows) > 0]
@@ -136,23 +136,18 @@ def _latency_table(section: ReportSection) -> Table:
     """Milliseconds of a round, a token and the first token, with tokens per reply."""
     names = ("mean", "p50", "p95", "variance")
     measured = [(m, m.latency_ms) for m in section.entries if m.latency_ms is not None]
+    spreads = [(x, x.token or Spread()) for _, x in measured]
     columns: dict[str, list[float | None]] = {
-        **{f"round {name}": [vars(x)[name] for _, x in measured] for name in names},
-        **{
-            f"token {name}": [vars(x.token or Spread())[name] for _, x in measured]
-            for name in names
-        },
-        "first token": [x.first_token for _, x in measured],
-        "first token p95": [x.first_token_p95 for _, x in measured],
+        **{f"round {name}": [vars(x)[name] for x, _ in spreads] for name in names},
+        **{f"token {name}": [vars(token)[name] for _, token in spreads] for name in names},
+        "first token": [x.first_token for x, _ in spreads],
+        "first token p95": [x.first_token_p95 for x, _ in spreads],
     }
     shown = {name: values for name, values in columns.items() if any(x is not None for x in values)}
+    cells = [[format_number(x, 2) for x in row] for row in zip(*shown.values(), strict=True)]
     rows = [
-        [
-            m.name,
-            *(format_number(values[at], 2) for values in shown.values()),
-            format_number(m.mean_output_tokens, 1),
-        ]
-        for at, (m, _) in enumerate(measured)
+        [m.name, *own, format_number(m.mean_output_tokens, 1)]
+        for (m, _), own in zip(measured, cells or [[]] * len(measured), strict=True)
     ]
     header = ["method", *shown, "tokens a reply"]
     return Table(f"Latency in ms, variances in ms²: {section.title}", header, rows, detail=True)
@@ -160,60 +155,50 @@ def _latency_table(section: ReportSection) -> Table:
 
 def _phase_table(section: ReportSection) -> Table:
     phases = ("draft", "verify", "overhead")
-    rows = [
-        [m.name, *(format_number(vars(m.phase_ms)[phase], 3) for phase in phases)]
-        for m in section.entries
-        if m.phase_ms is not None
-    ]
+    timed = [m for m in section.entries if m.phase_ms is not None]
+    rows = [[m.name, *(format_number(vars(m.phase_ms)[x], 3) for x in phases)] for m in timed]
     title = f"Milliseconds by phase (separate instrumented pass): {section.title}"
     return Table(title, ["method", *phases], rows, detail=True)
 
 
 def _domain_tables(report: EvalReport) -> list[Table]:
     """Results by domain; none if there are no more domains than tasks (which include the pooled "all")."""
-    tasks = {m.task for m in report.methods}
-    if len({m.domain for m in report.domains}) < len(tasks):
+    if len({m.domain for m in report.domains}) < len({m.task for m in report.methods}):
         return []
     by_domain = [replace(m, task=m.domain or "") for m in report.domains if m.prompts]
     return list(map(_speed_table, sections_of(by_domain)))
 
 
 def _engine_table(engines: Sequence[EngineResult]) -> Table:
-    """Other engines on the same prompts, all tasks pooled, timed in turn with our methods or in a later pass."""
-    rows = [
-        [
-            e.engine + (f", {' '.join(e.repaired)} repaired" if e.repaired else ""),
-            e.name,
-            format_number(e.k, 0),
-            f"{e.temperature:g}",
-            format_number(e.prompts, 0),
-            format_number(e.tau, 2),
-            format_number(e.tokens_per_second, 1),
-            format_estimate(e.speedup, 2, "×"),
-            format_estimate(e.gain, 2, "×"),
-            "in turn with ours" if e.in_turn else "apart, after ours",
-            NOT_MEASURED if e.same_as_ours is None else f"{e.same_as_ours}/{e.prompts}",
-            format_number(len(e.failed), 0),
-        ]
-        for e in engines
-        if e.is_pooled
-    ]
-    header = ["engine", "draft", "K", "temperature", "n", "τ", "tokens/s", "× our plain"]
-    header += ["× itself undrafted", "timed", "texts as ours", "failed"]
-    return Table("Other engines on the same prompts", header, rows)
+    """Other engines on the same prompts, timed in turn with our methods or in a later pass."""
+    columns: dict[str, Callable[[EngineResult], str]] = {
+        "engine": lambda e: e.engine + f", {' '.join(e.repaired)} repaired" * bool(e.repaired),
+        "draft": lambda e: e.name,
+        "K": lambda e: format_number(e.k, 0),
+        "temperature": lambda e: f"{e.temperature:g}",
+        "n": lambda e: format_number(e.prompts, 0),
+        "τ": lambda e: format_number(e.tau, 2),
+        "tokens/s": lambda e: format_number(e.tokens_per_second, 1),
+        "× our plain": lambda e: format_estimate(e.speedup, 2, "×"),
+        "× itself undrafted": lambda e: format_estimate(e.gain, 2, "×"),
+        "timed": lambda e: "in turn with ours" if e.in_turn else "apart, after ours",
+        "texts as ours": lambda e: (
+            NOT_MEASURED if e.same_as_ours is None else f"{e.same_as_ours}/{e.prompts}"
+        ),
+        "failed": lambda e: format_number(len(e.failed), 0),
+    }
+    rows = [[cell(e) for cell in columns.values()] for e in engines]
+    return Table("Other engines on the same prompts", [*columns], rows)
 
 
-def _sampling_distribution_table(law: LawResult | None) -> Table:
+def _sampling_distribution_table(law: LawResult) -> Table:
     """Tests that sampled text follows the target's distribution; the control is the same draft with a lossy rule."""
-    header = ["method", "smallest p", "tokens", "passed", "control was caught"]
-    if law is None:
-        return Table("", header, [])
     rows = []
     for verdict in law.methods:
         own = [test for test in law.tests if test.method == verdict.name]
         rows.append(
             [
-                verdict.name + (" (lossy)" if verdict.lossy else ""),
+                verdict.name + " (lossy)" * verdict.lossy,
                 format_number(min((test.p_value for test in own), default=None), 4),
                 format_number(max((test.tokens for test in own), default=None), 0),
                 format_value(verdict.passed),
@@ -222,7 +207,7 @@ def _sampling_distribution_table(law: LawResult | None) -> Table:
         )
     setting = f"temperature {law.temperature:g}, level {law.level:g}"
     title = f"Sampled text against the target's distribution, {setting}"
-    return Table(title, header, rows)
+    return Table(title, ["method", "smallest p", "tokens", "passed", "control was caught"], rows)
 
 
 def _answer_quality_table(methods: Sequence[MethodResult]) -> Table:
@@ -248,10 +233,8 @@ def _answer_quality_table(methods: Sequence[MethodResult]) -> Table:
 
 def pooled_by_name(report: EvalReport) -> list[tuple[str, MethodResult | EngineResult]]:
     """(name, entry) of every method and engine on all tasks together."""
-    return [
-        *((m.name, m) for m in report.pooled),
-        *((f"{e.engine} {e.name}", e) for e in report.engines if e.is_pooled),
-    ]
+    engines = [(f"{e.engine} {e.name}", e) for e in report.engines if e.is_pooled]
+    return [*((m.name, m) for m in report.pooled), *engines]
 
 
 def _failure_table(report: EvalReport) -> Table:
@@ -267,67 +250,54 @@ def _failure_table(report: EvalReport) -> Table:
 
 def _acceptance_difference_table(comparisons: Sequence[AlphaDifference]) -> Table:
     """Paired differences of a metric between two methods on the same prompts."""
-    rows = [
-        [
-            f"{c.a} − {c.b}",
-            c.task,
-            f"{c.temperature:g}",
-            c.metric,
-            format_estimate(c.difference, 3, signed=True),
-            format_number(c.prompts, 0),
-        ]
-        for c in comparisons
-    ]
+    rows = []
+    for c in comparisons:
+        difference = format_estimate(c.difference, 3, signed=True)
+        setting = [c.task, f"{c.temperature:g}", c.metric]
+        rows.append([f"{c.a} − {c.b}", *setting, difference, format_number(c.prompts, 0)])
     header = ["methods", "task", "temperature", "metric", "difference", "n"]
     return Table("Differences on the same prompts", header, rows)
 
 
-def _target_drift_table(drift: TargetDrift | None) -> Table:
+def _target_drift_table(drift: TargetDrift) -> Table:
     """A target that was trained itself (Medusa-2, LayerSkip), compared with the original target."""
     header = ["before", "now", "n", "perplexity before", "now", "change of log perplexity", "KL"]
-    if drift is None:
-        return Table("", header, [])
-    row = [
-        drift.old,
-        drift.new,
-        format_number(drift.prompts, 0),
-        format_number(drift.perplexity_old, 3),
-        format_number(drift.perplexity_new, 3),
-        format_estimate(drift.log_perplexity_change, 4, signed=True),
-        format_number(drift.kl, 4),
-    ]
+    change = format_estimate(drift.log_perplexity_change, 4, signed=True)
+    perplexities = [format_number(x, 3) for x in (drift.perplexity_old, drift.perplexity_new)]
+    prompts, kl = format_number(drift.prompts, 0), format_number(drift.kl, 4)
     title = "Change of the target by training it, per token of the original's answers"
-    return Table(title, header, [row])
+    return Table(title, header, [[drift.old, drift.new, prompts, *perplexities, change, kl]])
 
 
 def _setup_table(methods: Sequence[MethodResult]) -> Table:
     """Draft weights, K, tree, mode, dtype and verification rule of each method."""
-    header = ["method", "draft", "draft sha256", "K", "tree"]
-    header += ["mode", "dtype", "verification", "lossy"]
-    rows = {
-        (
-            m.name,
-            _draft_text(m),
-            ((m.draft_sha256 or "")[:12] + ", altered after training" * m.draft_altered)
-            or NOT_MEASURED,
-            _length_text(m),
+    columns: dict[str, Column] = {
+        "method": lambda m: m.name,
+        "draft": lambda m: (
+            m.draft or NOT_MEASURED
+            if m.lookup is None
+            else f"{m.draft or m.name}, after {m.lookup.name} from {m.lookup.min_match} tokens on"
+        ),
+        "draft sha256": lambda m: (
+            (m.draft_sha256 or "")[:12] + ", altered after training" * m.draft_altered
+            or NOT_MEASURED
+        ),
+        "K": _length_text,
+        "tree": lambda m: (
             f"fixed, {len(m.tree.paths)} nodes"
             if m.tree is not None and m.tree.paths
-            else format_value(to_json(m.tree)),
-            m.mode,
-            m.dtype if m.draft_dtype in (None, m.dtype) else f"{m.dtype}, draft {m.draft_dtype}",
-            m.verification,
-            format_value(m.lossy),
-        ): None
-        for m in methods
-    }  # a dict: each row once, in order
-    return Table("Methods", header, list(map(list, rows)), prose=True, detail=True)
-
-
-def _draft_text(m: MethodResult) -> str:
-    if m.lookup is None:
-        return m.draft or NOT_MEASURED
-    return f"{m.draft or m.name}, after {m.lookup.name} from {m.lookup.min_match} tokens on"
+            else format_value(to_json(m.tree))
+        ),
+        "mode": lambda m: m.mode,
+        "dtype": lambda m: (
+            m.dtype + f", draft {m.draft_dtype}" * (m.draft_dtype not in (None, m.dtype))
+        ),
+        "verification": lambda m: m.verification,
+        "lossy": lambda m: format_value(m.lossy),
+    }
+    # A dict: each row once, in order.
+    rows = dict.fromkeys(tuple(cell(m) for cell in columns.values()) for m in methods)
+    return Table("Methods", [*columns], list(map(list, rows)), prose=True, detail=True)
 
 
 def _length_text(m: MethodResult) -> str:
@@ -344,16 +314,14 @@ def _length_text(m: MethodResult) -> str:
 
 def _environment_table(report: EvalReport) -> Table:
     """Seed, target, hardware, versions, tasks and git revision of the run."""
-    rows = [["seed", format_value(report.seed)]]
+    facts: dict[str, object] = {"seed": report.seed}
     for part in ("target", "hardware", "versions"):
-        fields = to_json(vars(report)[part])
-        rows += [[f"{part} {key}", format_value(text)] for key, text in fields.items()]
-    rows += [["tasks", format_value(report.tasks)]] if report.tasks else []
-    rows += [["git", report.git]] if report.git else []
+        facts |= {f"{part} {key}": x for key, x in to_json(vars(report)[part]).items()}
+    facts |= {key: x for key, x in (("tasks", report.tasks), ("git", report.git)) if x}
     if report.gpu_utilisation is not None:
         use = format_percent(report.gpu_utilisation / 100)
-        rows.append(["GPU use during plain decoding", use])
+        facts["GPU use during plain decoding"] = use
     if report.resumed:
-        count = format_number(report.resumed, 0)
-        rows.append(["resumed from an interrupted run", f"{count} measurements"])
+        facts["resumed from an interrupted run"] = f"{report.resumed:,} measurements"
+    rows = [[what, format_value(value)] for what, value in facts.items()]
     return Table("Hardware and versions", ["what", "value"], rows, prose=True)

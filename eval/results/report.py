@@ -1,5 +1,6 @@
 """report.json of eval/run.py (schema 1) as types: what was measured, and its entries by task and setting."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -503,10 +504,21 @@ class EvalReport:
     settings: Private[str | None] = None
     models: Omitted[ModelSizes] = None
 
+    @property
+    def target_name(self) -> str:
+        """The target's name for titles: the last part of its path or Hub name."""
+        return re.split(r"[/\\]", self.target.name.rstrip("/\\"))[-1]
+
+    @property
+    def entries(self) -> list[MethodResult]:
+        """`methods` with equal ones once: those of an only task are those of all tasks together."""
+        one_task = len({m.task for m in self.methods}) == 2
+        return (self.pooled if one_task else []) or self.methods
+
     @cached_property
     def sections(self) -> list[ReportSection]:
         """The entries by task ("all" first) and setting, each section sorted by speed-up."""
-        return sections_of(self.methods)
+        return sections_of(self.entries)
 
     @property
     def pooled_sections(self) -> list[ReportSection]:

@@ -17,7 +17,7 @@ from decode.common.published import Digest, Name, Place, Private, Version, Word
 from decode.common.typed_json import Estimate
 from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import Array, Interval, Ratio
-from eval.reporting.formatting import (
+from eval.reporting.formatting import (  # fmt: skip
     NOT_MEASURED,
     Table,
     format_estimate,
@@ -36,8 +36,8 @@ SYMBOLS = {"tau": "τ", "alpha": "α"}
 STOP, GO_ON, NOT_CLEAR = "stop", "go on", "not clear"
 SEED = 0
 """Of all intervals."""
-HALVINGS = 20
-"""How far below the largest size a law is followed."""
+CAPTION = "Acceptance by training data"
+PREDICTED = "twice the data, predicted"
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ def missing_tokens(law: PowerLaw, share: float) -> float:
 
     By a law of τ: the largest size minus the one at which τ - 1 is that share of τ - 1 there; from 0 to the largest.
     """
-    sizes = law.largest * np.exp(np.linspace(-HALVINGS * np.log(2), 0.0, 2000))
+    # A law is followed down to a millionth of the largest size.
+    sizes = law.largest * np.exp(np.linspace(-20 * np.log(2), 0.0, 2000))
     reached = np.array([law.at(size) for size in sizes]) - 1 >= share * (law.level - 1)
     return 0.0 if share >= 1 else float(law.largest - sizes[reached.argmax()] * reached.any())
 
@@ -237,7 +238,7 @@ def points_table(curve: DataCurve) -> Table:
             size = f"{doubled:,.0f}, predicted"
             rows.append([f"{temperature:g}", size, *[NOT_MEASURED] * 2, *cells])
     header = ["T", "supervised tokens", "rows", "steps", "τ", "α"]
-    return Table("Acceptance by training data", header, rows)
+    return Table(CAPTION, header, rows)
 
 
 def laws_table(curve: DataCurve) -> Table:
@@ -261,21 +262,15 @@ def _counts(points: Sequence[TrainedPoint], temperature: float, metric: str) -> 
 
 def _pooled(points: Sequence[TrainedPoint], temperature: float) -> CurvePoint:
     """The trainings of one size, their counts summed for each prompt."""
-    measured: dict[str, Any] = {}
+    measured: dict[str, Any] = {"temperature": temperature, "size": points[0].size}
+    for name in ("tokens", "rows", "steps"):
+        measured[name] = float(np.mean([vars(p)[name] for p in points]))
     for metric in METRICS:
         tops, bottoms = _counts(points, temperature, metric)
         measured[metric] = Ratio(tops.sum(0), bottoms.sum(0)).estimate(SEED)
-        measured[f"{metric}_seeds"] = [
-            Ratio(*pair).value for pair in zip(tops, bottoms, strict=True)
-        ]
-    return CurvePoint(
-        temperature=temperature,
-        size=points[0].size,
-        tokens=float(np.mean([p.tokens for p in points])),
-        rows=float(np.mean([p.rows for p in points])),
-        steps=float(np.mean([p.steps for p in points])),
-        **measured,
-    )
+        pairs = zip(tops, bottoms, strict=True)
+        measured[f"{metric}_seeds"] = [Ratio(*pair).value for pair in pairs]
+    return CurvePoint(**measured)
 
 
 def _forecast(
@@ -291,30 +286,22 @@ def _forecast(
     limit = found.law.limit
     known = found.identified and limit is not None and bounds[0] <= limit <= bounds[1]
     return CurveForecast(
+        **vars(found),
         temperature=temperature,
         metric=metric,
-        law=found.law,
-        exponent_ci=found.exponent_ci,
         identified=found.identified,
         limit=limit if known else None,
-        at_double=found.at_double,
-        gain=found.gain,
         verdict=verdict(found.gain.ci, worth) if metric == "tau" else None,
     )
-
-
-CAPTION = "Acceptance by training data"
-PREDICTED = "twice the data, predicted"
-UNIT = "thousand supervised tokens"
-AXES = {"tau": "tokens per target pass", "alpha": "share of drafts accepted"}
-FITTED_POINTS = 40
 
 
 def curve_chart(curve: DataCurve) -> ReportChart:
     """Both panels with their legend, and the verdict as a note."""
     panels = [curve_panel(curve, metric) for metric in METRICS]
     note = f"Points: measured. Dashed: fitted. {' '.join(doubling_lines(curve))}"
-    return ReportChart(CAPTION, note, panels, legend_entries(series_names(curve)))
+    return ReportChart(
+        "Acceptance by training data", note, panels, legend_entries(series_names(curve))
+    )
 
 
 def series_names(curve: DataCurve) -> list[str]:
@@ -334,12 +321,12 @@ def curve_panel(curve: DataCurve, metric: str) -> str:
         for f in curve.forecasts:
             if (f.temperature, f.metric) == (t, metric):
                 doubled = 2 * f.law.largest
-                sizes = np.geomspace(smallest, doubled, FITTED_POINTS)
-                fitted = [Point(n / 1000, f.law.at(n)) for n in sizes]
+                fitted = [Point(n / 1000, f.law.at(n)) for n in np.geomspace(smallest, doubled, 40)]
                 series.append(ChartSeries(name, fitted, dashed=True))
                 series.append(ChartSeries(PREDICTED, _points([(doubled, f.at_double)])))
-    title = SYMBOLS[metric]
-    return line_chart(series, series_names(curve), title, UNIT, AXES[metric], xscale="log")
+    axis = {"tau": "tokens per target pass", "alpha": "share of drafts accepted"}[metric]
+    unit, names = "thousand supervised tokens", series_names(curve)
+    return line_chart(series, names, SYMBOLS[metric], unit, axis, xscale="log")
 
 
 def marker_line(curve: DataCurve) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import damage
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, disk_error
 from decode.common.files import parse_json, read_lines, read_text
 from decode.model.names import cache_error, check_name, load_error
 from eval.tasks.row_forms import PROMPT_COLUMNS, DatasetRow, drop_arrow_nulls

@@ -1,14 +1,14 @@
 """The settings of eval/tune.py, and the stages of its sweep."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from typing import ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.common.ranges import (
+from decode.common.ranges import (  # fmt: skip
     Count,
     CountOrZero,
     DraftLength,
@@ -17,8 +17,8 @@ from decode.common.ranges import (
     TreeNodes,
     TreeWidth,
 )
+from decode.common.target_settings import TargetSettings
 from decode.common.template_choice import TemplateSetting
-from decode.distributed.placement import TargetSettings
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
@@ -84,14 +84,8 @@ def check_config(s: TuneConfig) -> None:
     config.check(to_eval_config(s))
     if not s.methods:
         raise UserError("methods is empty: give at least one draft to tune")
-    lists = {
-        "ks": s.ks,
-        "batch_ks": s.batch_ks,
-        "batch_sizes": s.batch_sizes,
-        "tree_nodes": s.tree_nodes,
-        "layers": s.layers,
-    }
-    for name, values in lists.items():
+    for name in ("ks", "batch_ks", "batch_sizes", "tree_nodes", "layers"):
+        values = vars(s)[name]
         if len(set(values)) < len(values):
             raise UserError(f"{name} {values}: give every number once")
     if not s.ks or (s.batch_sizes and not s.batch_ks):
@@ -112,12 +106,11 @@ def check_config(s: TuneConfig) -> None:
 
 def to_eval_config(s: TuneConfig) -> config.EvalConfig:
     """The settings of eval/run.py for the same measurement."""
-    return config.EvalConfig(
-        target=s.target, revision=s.revision, methods=s.methods, tasks=s.tasks,
-        template=s.template,
-        temperatures=s.temperatures, top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.max_new_tokens,
-        mode=s.mode, device=s.device, dtype=s.dtype, seed=s.seed,
-    )  # fmt: skip
+    shared = {field.name for field in fields(s)} & {
+        field.name for field in fields(config.EvalConfig)
+    }
+    own = {"out", "overwrite", "allow_changed"}
+    return config.EvalConfig(**{name: vars(s)[name] for name in shared - own})
 
 
 def load_methods(s: TuneConfig, target: Target) -> list[Method]:
@@ -165,18 +158,13 @@ def interleave_groups(groups: Sequence[Sequence[TaskPrompt]]) -> list[TaskPrompt
     return [item for at in range(0, longest, 2) for group in groups for item in group[at : at + 2]]
 
 
-def chain_stage(s: TuneConfig, methods: Sequence[Method], temperature: float) -> SweepStage:
-    """Every draft length in `ks` at batch 1."""
-    settings = [replace(method, k=k) for method in methods for k in s.ks]
-    return SweepStage("chains", tuple(settings), temperature, 1)
-
-
-def batch_stage(
-    s: TuneConfig, methods: Sequence[Method], temperature: float, size: int
-) -> SweepStage:
-    """Every draft length in `batch_ks` at batch `size`."""
-    settings = [replace(method, k=k) for method in methods for k in s.batch_ks]
-    return SweepStage("batches", tuple(settings), temperature, size)
+def chain_stages(s: TuneConfig, methods: Sequence[Method], temperature: float) -> list[SweepStage]:
+    """Every draft length in `ks` at batch 1, and every one in `batch_ks` at the larger batches."""
+    sizes = [("chains", s.ks, 1), *(("batches", s.batch_ks, b) for b in s.batch_sizes if b > 1)]
+    return [
+        SweepStage(name, tuple(replace(m, k=k) for m in methods for k in ks), temperature, size)
+        for name, ks, size in sizes
+    ]
 
 
 def tree_stage(
@@ -204,7 +192,7 @@ def tree_stage(
         ]
         accuracy = journal.get_or_measure(
             ["ranks", method.name, temperature, *([method.layers] if method.layers else [])],
-            partial(fit_rank_accuracy, s, context, method, temperature),
+            partial(fit_rank_accuracy, context, method, temperature, s.tree_levels, s.tree_width),
         )
         most = sum(prod(map(len, accuracy[:levels])) for levels in range(1, len(accuracy) + 1))
         for n in (n for n in s.tree_nodes if n <= most):  # few levels have no larger trees
@@ -216,14 +204,14 @@ def tree_stage(
 
 
 def fit_rank_accuracy(
-    s: TuneConfig, context: TimingContext, method: Method, temperature: float
+    context: TimingContext, method: Method, temperature: float, levels: int, width: int
 ) -> list[list[float]]:
-    """measure_rank_accuracy on every other prompt, with as many levels as the draft has, at most `tree_levels`."""
-    for levels in range(s.tree_levels, 0, -1):
+    """measure_rank_accuracy on every other prompt, with as many levels as the draft has, at most `levels`."""
+    while levels > 0:
         try:
             return measure_rank_accuracy(
-                context, method, context.items[::2], temperature, levels, s.tree_width
+                context, method, context.items[::2], temperature, levels, width
             )
         except UserError:  # Medusa has as many levels as heads
-            continue
+            levels -= 1
     return []

@@ -11,7 +11,6 @@ from eval.metrics.acceptance import Acceptance, as_measured
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs, Spread
 from eval.metrics.speedup_model import (
-    SpeedupModel,
     fit_speedup_model,
     is_precise,
     pooled_round_speedup,
@@ -25,12 +24,6 @@ from eval.tuning.sweep import SweepStage
 RecordsBySetting = Mapping[Method, Sequence[DecodeRecord]]
 
 
-def task_names(records: RecordsBySetting) -> list[str]:
-    """All prompts together, then each domain, where there are several."""
-    names = list(dict.fromkeys(record.task for record in records[PLAIN_DECODING]))
-    return [ALL_TASKS, *names] if len(names) > 1 else [ALL_TASKS]
-
-
 def filter_by_task(records: RecordsBySetting, task: str) -> dict[Method, list[DecodeRecord]]:
     """Only the records of that domain, or all."""
     return {
@@ -38,46 +31,58 @@ def filter_by_task(records: RecordsBySetting, task: str) -> dict[Method, list[De
     }
 
 
+def records_by_task(records: RecordsBySetting) -> dict[str, dict[Method, list[DecodeRecord]]]:
+    """Those of all prompts together, then of each domain, where there are several."""
+    names = list(dict.fromkeys(record.task for record in records[PLAIN_DECODING]))
+    tasks = [ALL_TASKS, *names] if len(names) > 1 else [ALL_TASKS]
+    return {task: filter_by_task(records, task) for task in tasks}
+
+
 def every_other_prompt(records: RecordsBySetting, odd: int) -> dict[Method, list[DecodeRecord]]:
     """Every other prompt: a prediction or choice from one half is measured on the other."""
     return {setting: list(own[odd::2]) for setting, own in records.items()}
 
 
+def measured_fields(setting: Method, own: RecordsBySetting, seed: int) -> dict[str, Any]:
+    """What a SweepCell and a ChosenSetting both say of a setting, whose plain rounds `own` has too."""
+    records, plain = own[setting], own[PLAIN_DECODING]
+    found = Acceptance.of(records, setting.depth)
+    return {
+        "method": setting.name,
+        "setting": setting.description,
+        "k": setting.depth,
+        "layers": setting.layers,
+        "tree": describe_tree(setting.shape),
+        "prompts": len(records),
+        "tau": found.tau.value,
+        "alpha": found.alpha.value,
+        "speedup": round_speedup(plain, records, seed),
+        # by the clock, with what the machine stalled
+        "speedup_of_sums": pooled_round_speedup(
+            [*map(as_measured, plain)], [*map(as_measured, records)]
+        ),
+    }
+
+
 def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[SweepCell]:
     """One for each setting and domain, plain decoding included."""
     cells = []
-    for task in task_names(result.records):
-        own = filter_by_task(result.records, task)
+    for task, own in records_by_task(result.records).items():
         for setting, records in own.items():
-            found = Acceptance.of(records, setting.depth)
             latency, seconds = LatencyMs.measure(records), seconds_of_rounds(records).value
             cells.append(
                 SweepCell(
+                    **measured_fields(setting, own, seed),
                     stage=stage.name,
-                    method=setting.name,
-                    setting=setting.description,
-                    k=setting.depth,
-                    layers=setting.layers,
-                    tree=describe_tree(setting.shape),
                     temperature=stage.temperature,
                     batch_size=stage.batch_size,
                     task=task,
-                    prompts=len(records),
-                    tau=found.tau.value,
-                    alpha=found.alpha.value,
-                    speedup=round_speedup(own[PLAIN_DECODING], records, seed),
-                    speedup_of_sums=speedup_of_sums(own[PLAIN_DECODING], records),
                     tokens_per_second=stage.batch_size / seconds if seconds else None,
                     round_ms=RoundMs(latency.mean, latency.p50, latency.p95, latency.variance),
                     token_ms=latency.token or Spread(),
                 )
             )
     return cells
-
-
-def speedup_of_sums(plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]) -> float | None:
-    """The speed-up of rounds by the clock, with what the machine stalled."""
-    return pooled_round_speedup([*map(as_measured, plain)], [*map(as_measured, records)])
 
 
 def calibration_lengths(ks: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
@@ -106,12 +111,14 @@ def cross_validated_predictions(
         return []
     cells = []
     for fold in (0, 1):
-        calibration = {k: own[fold::2] for k, own in records.items()}
-        test = {k: own[1 - fold :: 2] for k, own in records.items()}
-        model = fit_from_two_lengths(calibration, two)
+        calibration = {k: records[k][fold::2] for k in (0, *two)}
+        if any(Acceptance.of(own).rounds.sum() == 0 for own in calibration.values()):
+            continue
+        model = fit_speedup_model(calibration[0], *((k, calibration[k]) for k in two))
+        plain = records[0][1 - fold :: 2]
         for k in sorted(k for k in records if k > 0):
-            measured = round_speedup(test[0], test[k], seed)
-            if model is not None and measured.value is not None:
+            measured = round_speedup(plain, records[k][1 - fold :: 2], seed)
+            if measured.value is not None:
                 predicted = model.speedup(k)
                 error = abs(predicted / measured.value - 1)
                 counted = is_precise(measured) and k not in two
@@ -123,16 +130,6 @@ def cross_validated_predictions(
     return cells
 
 
-def fit_from_two_lengths(
-    records: Mapping[int, Sequence[DecodeRecord]], two: tuple[int, int]
-) -> SpeedupModel | None:
-    """The model from plain rounds and those of two draft lengths; None where one of them ran no round."""
-    short, long = two
-    if any(Acceptance.of(records[k]).rounds.sum() == 0 for k in (0, short, long)):
-        return None
-    return fit_speedup_model(records[0], (short, records[short]), (long, records[long]))
-
-
 def summarize_predictions(cells: Sequence[PredictedCell]) -> Predictions:
     errors = [cell.error for cell in cells if cell.counted]
     return Predictions(list(cells), len(errors), statistics.median(errors) if errors else None)
@@ -142,19 +139,18 @@ def select_fastest_settings(
     stages: Sequence[tuple[SweepStage, TimingResult]], seed: int
 ) -> list[ChosenSetting]:
     """The fastest setting of each method for each domain, temperature and batch size, over all stages."""
-    places = sorted({(stage.temperature, stage.batch_size) for stage, _ in stages})
+    places: dict[tuple[float, int], list[dict[str, dict[Method, list[DecodeRecord]]]]] = {}
+    for stage, result in stages:
+        own = places.setdefault((stage.temperature, stage.batch_size), [])
+        own.append(records_by_task(result.records))
     chosen = []
-    for temperature, batch in places:
-        results = [
-            result
-            for stage, result in stages
-            if (stage.temperature, stage.batch_size) == (temperature, batch)
-        ]
-        for task in task_names(results[0].records):
-            names = dict.fromkeys(setting.name for result in results for setting in result.records)
+    for (temperature, batch), results in sorted(places.items(), key=lambda x: x[0]):
+        for task in results[0]:
+            of_task = [result[task] for result in results]
+            names = dict.fromkeys(setting.name for own in of_task for setting in own)
             for name in names:
                 best = fastest_setting(
-                    results, name, task, seed, temperature=temperature, batch_size=batch
+                    of_task, name, seed, task=task, temperature=temperature, batch_size=batch
                 )
                 if name != PLAIN_DECODING.name and best is not None:
                     chosen.append(best)
@@ -162,12 +158,12 @@ def select_fastest_settings(
 
 
 def fastest_setting(
-    results: Sequence[TimingResult], name: str, task: str, seed: int, **place: Any
+    results: Sequence[RecordsBySetting], name: str, seed: int, *, task: str, **place: Any
 ) -> ChosenSetting | None:
-    """The method's fastest setting; each is compared with the plain rounds that were interleaved with it."""
+    """The method's fastest setting on the prompts of `task`, of which the records are; each is compared with the plain
+    rounds that were interleaved with it."""
     options = []
-    for result in results:
-        own = filter_by_task(result.records, task)
+    for own in results:
         for setting, records in own.items():
             speedup = pooled_round_speedup(own[PLAIN_DECODING], records)
             if setting.name == name and speedup is not None:
@@ -175,22 +171,13 @@ def fastest_setting(
     if not options:
         return None
     _, setting, own = max(options, key=lambda option: option[0])
-    found = Acceptance.of(own[setting], setting.depth)
+    fields = measured_fields(setting, own, seed)
     return ChosenSetting(
+        **fields,
         task=task,
-        method=name,
-        setting=setting.description,
-        k=setting.depth,
-        layers=setting.layers,
-        tree=describe_tree(setting.shape),
         rule=setting.rule,
-        prompts=len(own[setting]),
-        speedup=round_speedup(own[PLAIN_DECODING], own[setting], seed),
-        speedup_of_sums=speedup_of_sums(own[PLAIN_DECODING], own[setting]),
         held_out=held_out_speedup([(setting, own) for _, setting, own in options]),
-        tau=found.tau.value,
-        alpha=found.alpha.value,
-        guide=recommended_k_range(task, found.alpha.value),
+        guide=recommended_k_range(task, fields["alpha"]),
         **place,
     )
 

@@ -1,8 +1,6 @@
 """The laboratory: what a machine can do, and experiments of which the log keeps the results.
 
 cells.py             the harness of all of them: cells in alternating turns, kept one by one, averages and intervals
-bench_decoding.py    command: sampling throughput on a CPU beside transformers'
-bench_training.py    command: training throughput of every draft family, and where a step's time goes
 floor.py             command: what a step of the target could take at best on this machine, and what it takes; also
                      sampling, a pass of features and a training step. floor_work.py has what it times
 gpu_smoke.py         command: what a GPU must show first; not run on one yet

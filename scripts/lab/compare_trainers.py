@@ -60,15 +60,18 @@ from scripts.lab.cells import (
     run_cells,
 )
 from scripts.lab.reference_trainers import StepTimer
-from train import distill
+from train import training
 from train.data import mixture
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableHead
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle3Settings
+from train.settings.training import LoopConfig
+from train.trainer import launch
 from train.trainer import on_policy as trainer_on_policy
 from train.trainer.checkpoint import TrainingState
-from train.trainer.loop import LoopConfig, train
+from train.trainer.loop import train
+from train.trainer.settings import DistillConfig
 from train.trainer.tracking import NullTracker
 
 TrainerName = Literal[
@@ -122,7 +125,7 @@ class StepTimerTracker(NullTracker):
         self.clock.step()
 
 
-def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill.DistillConfig:
+def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> DistillConfig:
     """The settings of train/distill.py for a run of `arm` in `folder`."""
     steps = s.warm + s.steps
     on_policy = trainer_on_policy.OnPolicyConfig(
@@ -132,7 +135,7 @@ def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill
         batch_size=s.on_policy_every * s.batch_size,
     )
     eagle3 = Eagle3Settings(vocab=s.eagle_vocab, steps=s.eagle_steps)
-    return distill.DistillConfig(
+    return DistillConfig(
         target=s.target, data=s.data, on_policy=on_policy, target_dtype=s.dtype, out=folder,
         draft=eagle3 if arm.startswith("eagle3") else CausalSettings(init=s.draft),
         features=str(Path(folder) / "features") if arm.endswith("features") else "",
@@ -143,26 +146,26 @@ def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill
     )  # fmt: skip
 
 
-def run_our_trainer(settings: distill.DistillConfig, s: CompareTrainersConfig) -> dict[str, float]:
+def run_our_trainer(settings: DistillConfig, s: CompareTrainersConfig) -> dict[str, float]:
     """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`, and with features the tokens per
     second of their pass and of `s.epochs` epochs together with it."""
-    settings, accelerator = distill.init_accelerator(settings)
-    settings, parts = distill.load_components(settings, accelerator)
+    settings, accelerator = launch.init_accelerator(settings)
+    settings, parts = training.load_components(settings, accelerator)
     begun = time.perf_counter()
-    distill.fill_feature_store(accelerator, parts, Console(stderr=True))
+    training.fill_feature_store(accelerator, parts, Console(stderr=True))
     pass_seconds = time.perf_counter() - begun
-    training = distill.build_training(settings, accelerator, parts)
+    ours = training.build_training(settings, accelerator, parts)
     tokens_read: list[int] = []
 
     def select_batch(step: int) -> Sequence[SampleRow]:
-        rows = training.select_batch(step)
+        rows = ours.select_batch(step)
         tokens_read.append(sum(len(row["input_ids"]) for row in rows))
         return rows
 
     clock = StepTimer(accelerator.device, s.warm, s.steps)
     clock.start()
     train(
-        replace(training, select_batch=select_batch), settings.loop,
+        replace(ours, select_batch=select_batch), settings.loop,
         TrainingState(parts.target.fingerprint), Path(settings.out),
         StepTimerTracker(clock), dict, progress_bars(disable=True),
     )  # fmt: skip
@@ -183,7 +186,7 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
             return run_our_trainer(settings, s)
         if arm != "eagle3-trainer":
             return reference_trainers.train_reference(s, arm)
-        parts = distill.load_components(*distill.init_accelerator(settings))[1]
+        parts = training.load_components(*launch.init_accelerator(settings))[1]
         assert isinstance(parts.trainable, TrainableHead)
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 

@@ -37,7 +37,7 @@ from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import (
+from decode.common.ranges import (  # fmt: skip
     Count,
     CountOrZero,
     DraftLength,
@@ -61,12 +61,13 @@ from eval.scaling.data_curve import DataCurve, TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, run_cells
-from train import distill
+from train import distill, training
 from train.data import batching, mixture
-from train.data.mixture import MixturePart
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig, RunComponents
-from train.hub.upload import TrainingPublishConfig
+from train.settings.data import MixturePart
+from train.settings.training import TrainingPublishConfig
+from train.trainer import launch
+from train.trainer.settings import DistillConfig
 
 COMMAND = "scripts/lab/data_curve.py"
 OWNED_FILES = (
@@ -157,37 +158,36 @@ def nested_rows(tokens: Sequence[int], sizes: Sequence[int], seed: int) -> list[
     return [np.sort(order[:count]) for count in counts]
 
 
-def check_comparison(s: DataCurveConfig, run: DistillConfig) -> RunComponents:
-    """The parts of a training with the settings `run`, which reads no features and writes nothing.
-
-    UserError for what would fail only after a training, and for an evaluation prompt that is in the data.
-    """
+def check_and_plan(s: DataCurveConfig) -> tuple[list[PlannedRun], Target]:
+    """(all runs, small ones first; the target). UserError for what would fail only in them, and for an evaluation
+    prompt that is in the data."""
+    sizes = sorted(s.sizes)
+    if len(set(sizes)) < len(sizes) or len(sizes) == 1:
+        raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
+    if not isinstance(s.distill.data, str):
+        raise UserError("distill.data is a list: give one sampled set, which is divided")
     for name in ("seeds", "temperatures", "tasks"):
         values = list(map(str, vars(s)[name]))
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name} is empty or names one twice: give at least one, each once")
-    run = replace(run, features="", overwrite=True)
-    run, accelerator = distill.init_accelerator(run)
+    run = replace(run_settings(s, 1, 0, 0, ""), features="", overwrite=True)  # which writes nothing
+    run, accelerator = launch.init_accelerator(run)
     if accelerator.num_processes > 1:
         raise UserError("several processes: start this command with python, in one process")
-    _, parts = distill.load_components(run, accelerator)
+    _, parts = training.load_components(run, accelerator)
     check_draft_length(parts.target, s.k)
     for temperature in s.temperatures:
         check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
-    rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
-    check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, str(s.distill.data))
-    return parts
-
-
-def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
-    """What `count_acceptance` returns of the draft in `folder`."""
-    name, revision = s.distill.target, s.distill.revision
-    if s.distill.draft.trains_target:
-        name, revision = str(Path(folder) / s.distill.draft.target_folder), None
-    target = load_target(name, "auto", s.distill.target_dtype, revision)
-    prompts = load_fitting_prompts(s.tasks, target)
-    draft = load_draft(folder, target)
-    return count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
+    rows, _ = training.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
+    check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, s.distill.data)
+    tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
+    sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
+    runs = [
+        PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
+        for seed in s.seeds
+        for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
+    ]  # fmt: skip
+    return sorted(runs, key=lambda run: run.size), parts.target
 
 
 def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], data: str) -> None:
@@ -200,25 +200,6 @@ def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], dat
             raise UserError(
                 f"prompt {found.id} of task {found.task!r} is in {data} too: give tasks that are held out"
             )
-
-
-def check_and_plan(s: DataCurveConfig) -> tuple[list[PlannedRun], Target]:
-    """(all runs, small ones first; the target). UserError for what would fail only in them, and for an evaluation
-    prompt that is in the data."""
-    sizes = sorted(s.sizes)
-    if len(set(sizes)) < len(sizes) or len(sizes) == 1:
-        raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
-    if not isinstance(s.distill.data, str):
-        raise UserError("distill.data is a list: give one sampled set, which is divided")
-    parts = check_comparison(s, run_settings(s, 1, 0, 0, ""))
-    tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
-    sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
-    runs = [
-        PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
-        for seed in s.seeds
-        for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
-    ]  # fmt: skip
-    return sorted(runs, key=lambda run: run.size), parts.target
 
 
 def count_steps(s: DataCurveConfig, rows: int) -> int:
@@ -237,88 +218,86 @@ def run_settings(s: DataCurveConfig, steps: int, seed: int, rows: int, out: str)
     )  # fmt: skip
 
 
-def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
-    """The folder of the run's draft, which is trained there unless it is finished."""
+def measure_draft(s: DataCurveConfig, run: PlannedRun, folder: str) -> object:
+    """The TrainedPoint of the draft in `folder`, which `run` has trained."""
+    name, revision = s.distill.target, s.distill.revision
+    if s.distill.draft.trains_target:
+        name, revision = str(Path(folder) / s.distill.draft.target_folder), None
+    target = load_target(name, "auto", s.distill.target_dtype, revision)
+    prompts = load_fitting_prompts(s.tasks, target)
+    draft = load_draft(folder, target)
+    counts = count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
+    return asdict(TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts))
+
+
+def measure_run(s: DataCurveConfig, run: PlannedRun, _: int) -> object:
+    """Trains the run's draft unless it is finished, and measures it. What only training needs is deleted."""
     out = Path(s.out) / "drafts" / run.name
     if not (out / METADATA_FILE).is_file():
         with contextlib.redirect_stdout(sys.stderr):
             distill.main(run_settings(s, run.steps, run.seed, run.rows, str(out)))
-    return out
-
-
-def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> object:
-    """The TrainedPoint of one run. What only training needs is deleted afterwards."""
-    counts = measure_draft(s, str(train_draft(s, run)))
-    shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
-    return asdict(TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts))
+    found = measure_draft(s, run, str(out))
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    return found
 
 
 def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     """A cell for each run; before them one for the draft that training starts from, if it starts from one."""
-
-    def measure_start(_: int) -> object:
-        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.continues)))
-
-    start = [Cell("before", measure_start)] if s.distill.draft.continues else []
-    return start + [
+    cells = [
         Cell(
             run.name,
-            partial(measure_point, s, run),
+            partial(measure_run, s, run),
             f"{run.tokens:,} supervised tokens in {run.rows:,} rows, seed {run.seed}, {run.steps:,} steps",
         )
         for run in runs
     ]
+    if (begun := s.distill.draft.continues) != "":
+        untrained = PlannedRun(0, 0, 0, 0, 0)
+        cells.insert(0, Cell("before", lambda _: measure_draft(s, untrained, begun)))
+    return cells
 
 
-def build_curve(
-    s: DataCurveConfig,
-    target: Target,
-    points: Sequence[TrainedPoint],
-    before: TrainedPoint | None,
-) -> DataCurve:
-    names = ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
-    return data_curve.build_curve(
-        points,
-        before,
-        s.temperatures,
-        s.k,
-        s.worth,
-        target=target.describe(),
-        data=s.distill.data,
-        family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
-        loss=s.distill.loss,
-        tasks=[task_version(task) for task in s.tasks],
-        **{name: vars(s)[name] for name in names},
-        **vars(provenance.collect()),
-    )
-
-
-def write_results(out: Path, facts: DataCurve) -> None:
-    """Writes data_curve.json, data_curve.md and both figures."""
+def write_results(out: Path, facts: DataCurve) -> str:
+    """Writes data_curve.json, data_curve.md and both figures; returns the Markdown."""
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
     key = f"{data_curve.marker_line(facts)}; dashed: fitted."
     parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
-    files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
+    page = "\n\n".join(parts) + "\n"
+    files.write_atomically(out / "data_curve.md", page)
     for metric in data_curve.METRICS:
         svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(to_json(facts), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
+    return page
 
 
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     runs, target = check_and_plan(s)
-    reads = [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+    reads = [*training.input_paths(s.distill), *(task.path for task in s.tasks)]
     with run_dir.open_run(s, COMMAND, OWNED_FILES, reads) as run:
         found = run_cells(curve_cells(s, runs), run.journal(of_machine=False))
         points = [TrainedPoint(**kept) for (kept,) in found.values()]
         before = points.pop(0) if s.distill.draft.continues else None
-        curve = build_curve(s, target, points, before)
-        write_results(run.path, curve)
-    print((run.path / "data_curve.md").read_text(encoding="utf-8"))
+        names = ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
+        curve = data_curve.build_curve(
+            points,
+            before,
+            s.temperatures,
+            s.k,
+            s.worth,
+            target=target.describe(),
+            data=s.distill.data,
+            family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
+            loss=s.distill.loss,
+            tasks=[task_version(task) for task in s.tasks],
+            **{name: vars(s)[name] for name in names},
+            **vars(provenance.collect()),
+        )
+        print(write_results(run.path, curve))
     gains = {
         f"{f.temperature:g}": {"gain": f.gain.value, "gain_ci": f.gain.ci, "verdict": f.verdict}
         for f in curve.forecasts

@@ -32,11 +32,11 @@ than that. Run it on an idle machine. The last line is JSON.
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -50,32 +50,23 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
-from decode.common.typed_json import to_json
-from decode.distributed.placement import TargetSettings
+from decode.common.target_settings import TargetSettings
+from decode.common.typed_json import Omitted, from_json, to_json
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes
 from decode.model import attention
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
+from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
+from scripts.lab import floor_work
 from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
-from scripts.lab.floor_work import (
-    MS,
-    body_layers,
-    extraction_ms,
-    floor_ms,
-    linear_layers,
-    sample_rows,
-    time_products,
-    training_flops,
-    training_ms,
-    vocabulary_ms,
-)
 
 MOST_VERIFIED = 16
 """Rows up to which one text is verified; more rows are a batch of texts."""
+PLAIN = SamplingParams()
 
 
 @dataclass
@@ -114,7 +105,7 @@ def round_ms(
     s: FloorConfig,
     prompts: Sequence[list[int]],
     rows: int,
-    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    sampling: SamplingParams = PLAIN,
 ) -> tuple[float, float]:
     """(mean milliseconds of the decoder's round of `rows` rows, without what its draft takes; seconds of its very first
     request, in which code is compiled).
@@ -126,15 +117,15 @@ def round_ms(
     engine = SpeculativeEngine(target, draft, k=max(1, rows - 1), mode=s.mode, sampling=sampling)
     together = [prompts[i % len(prompts)] for i in range(rows)]
     batches = [[prompt] for prompt in prompts] if one_text else [together]
-    first_request = 0.0
+    seconds = []
     for batch in batches:  # every shape once, so that nothing is compiled while the clock runs
         start = time.perf_counter()
         list(engine.speculate(batch, max_new_tokens=s.max_new_tokens))
-        first_request = first_request or time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
     phases = PhaseTimes()
     for batch in batches:
         list(engine.speculate(batch, max_new_tokens=s.max_new_tokens, phases=phases))
-    return MS * (phases.total - phases.draft) / phases.rounds, first_request
+    return MS_PER_SECOND * (phases.total - phases.draft) / phases.rounds, seconds[0]
 
 
 @dataclass(frozen=True)
@@ -157,7 +148,7 @@ def summarize(
     weights: int,
     weight_bytes: int,
     bandwidth: float,
-    products: dict[str, list[float]],
+    products: Mapping[str, Sequence[float]],
     engine: Sequence[tuple[float, float]],
 ) -> list[FloorStep]:
     """A step for each number of rows; `engine` has what `round_ms` says of it."""
@@ -166,7 +157,7 @@ def summarize(
     peak = max(n / ms for times in exact.values() for n, ms in zip(flops, times, strict=True))
     found = []
     for i, (count, (took, first)) in enumerate(zip(rows, engine, strict=True)):
-        roofline = max(MS * weight_bytes / bandwidth, flops[i] / peak)
+        roofline = max(MS_PER_SECOND * weight_bytes / bandwidth, flops[i] / peak)
         kernel = min(exact, key=lambda name: exact[name][i])
         product = exact[kernel][i]
         int8 = products["int8"][i] if "int8" in products else None
@@ -175,58 +166,49 @@ def summarize(
     return found
 
 
+@dataclass(frozen=True)
+class FloorWork:
+    """Sampling at a number of rows, a pass of features, or a training step; times in milliseconds."""
+
+    work: str
+    tokens: int
+    floor: float
+    took: float
+    of_floor: float
+    tokens_per_second: float
+    vocabulary: Omitted[float] = None
+    vocabulary_top_p: Omitted[float] = None
+
+
 def measure_batches(
     target: Target, s: FloorConfig, prompts: Sequence[list[int]]
-) -> list[dict[str, Any]]:
-    """One dict for sampling at each number of rows, features and training; times in milliseconds, shares of 1."""
-    layers = linear_layers(target.runner.model)
-    found: list[dict[str, Any]] = []
+) -> list[FloorWork]:
+    """Sampling at each number of rows, features and training."""
+    found: list[FloorWork] = []
+
+    def add(work: str, tokens: int, floor: float, took: float, *vocabulary: float) -> None:
+        speed = MS_PER_SECOND * tokens / took
+        found.append(FloorWork(work, tokens, floor, took, floor / took, speed, *vocabulary))
+
+    layers = floor_work.linear_layers(target.runner.model)
     plain, nucleus = SamplingParams(1.0), SamplingParams(1.0, top_p=0.9)
     for rows in s.sampled_rows:
-        vocabulary = vocabulary_ms(target, prompts, rows, plain, s.repeats)
-        found.append(
-            {
-                "work": "sampling", "tokens": rows, "floor": floor_ms(layers, rows, s.repeats),
-                "took": round_ms(target, s, prompts, rows, plain)[0], "vocabulary": vocabulary,
-                "vocabulary_top_p": vocabulary_ms(target, prompts, rows, nucleus, s.repeats),
-            }
-        )  # fmt: skip
+        floor = floor_work.floor_ms(layers, rows, s.repeats)
+        took, _ = round_ms(target, s, prompts, rows, plain)
+        parts = [
+            floor_work.vocabulary_ms(target, prompts, rows, x, s.repeats) for x in (plain, nucleus)
+        ]
+        add("sampling", rows, floor, took, *parts)
     if s.samples:
-        samples = sample_rows(prompts, s.samples, s.sample_tokens)
-        body = body_layers(target.runner.model)
+        samples = floor_work.sample_rows(prompts, s.samples, s.sample_tokens)
+        body = floor_work.body_layers(target.runner.model)
         tokens = s.samples * s.sample_tokens
-        floor = floor_ms(body, tokens, 2)
+        floor = floor_work.floor_ms(body, tokens, 2)
         rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
-        found.append(
-            {"work": "features", "tokens": tokens, "floor": floor, "took": extraction_ms(target, samples)}
-        )  # fmt: skip
-        flops = training_flops(target, samples)
-        found.append(
-            {"work": "training", "tokens": tokens, "floor": flops / rate, "took": training_ms(target, samples)}
-        )  # fmt: skip
-    for x in found:
-        x["of_floor"] = x["floor"] / x["took"]
-        x["tokens_per_second"] = MS * x["tokens"] / x["took"]
+        add("features", tokens, floor, floor_work.extraction_ms(target, samples))
+        flops = floor_work.training_flops(target, samples)
+        add("training", tokens, flops / rate, floor_work.training_ms(target, samples))
     return found
-
-
-def batch_table(found: Sequence[dict[str, Any]]) -> Table:
-    """The table of `measure_batches`."""
-    table = Table(
-        "work", "tokens", "floor", "took", "of floor", "tokens/s", "vocabulary", "with top-p"
-    )
-    for x in found:
-        shares = ["–", "–"]
-        if "vocabulary" in x:
-            shares = [
-                f"{x[name]:.1f} ({x[name] / x['took']:.0%})"
-                for name in ("vocabulary", "vocabulary_top_p")
-            ]
-        table.add_row(
-            x["work"], f"{x['tokens']:,}", f"{x['floor']:,.1f}", f"{x['took']:,.1f}", f"{x['of_floor']:.0%}",
-            f"{x['tokens_per_second']:,.0f}", *shares,
-        )  # fmt: skip
-    return table
 
 
 def main(s: FloorConfig) -> None:
@@ -234,44 +216,39 @@ def main(s: FloorConfig) -> None:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    model, device = target.runner.model, target.runner.device
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
-    layers = linear_layers(model)
+    layers = floor_work.linear_layers(target.runner.model)
     weights = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
     if s.split_kv:
         attention.use_split_kv(True)
     SpeculativeEngine(target, mode=s.mode)  # UserError here rather than after the first cell
 
-    def one_round(rows: int, _: int) -> tuple[float, float]:
-        return round_ms(target, s, prompts, rows)
+    def cell(name: str, measure: Callable[[], object]) -> Cell:
+        return Cell(name, lambda _: {"found": to_json(measure())})
 
     cells = [
-        Cell("bandwidth", lambda _: {"bytes_per_second": measure_bandwidth(device)}),
-        *(Cell(f"engine-{rows}", partial(one_round, rows)) for rows in s.rows),
-        Cell("products", lambda _: dict(time_products(layers, s.rows, s.repeats))),
-        Cell("batches", lambda _: {"found": measure_batches(target, s, prompts)}),
+        cell("bandwidth", lambda: measure_bandwidth(target.runner.device)),
+        *(cell(f"engine-{rows}", partial(round_ms, target, s, prompts, rows)) for rows in s.rows),
+        cell("products", lambda: floor_work.time_products(layers, s.rows, s.repeats)),
+        cell("batches", lambda: measure_batches(target, s, prompts)),
     ]
     with cells_beside(s.out, s) as kept:
-        (bandwidth,), *engine, (products,), (batches,) = run_cells(cells, kept).values()
-        speed, rounds = bandwidth["bytes_per_second"], [one for (one,) in engine]
-        steps = summarize(s.rows, weights, weight_bytes, speed, products, rounds)
-        print_tables(weight_bytes, speed, steps, batches["found"])
+        found = (x["found"] for (x,) in run_cells(cells, kept).values())
+        bandwidth, *rounds, products, batches = found
+        steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, rounds)
+        print_tables(weight_bytes, bandwidth, steps, from_json(list[FloorWork], batches))
         finish(s.out, {
             "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
-            "bandwidth": speed, "products": products, "steps": list(map(asdict, steps)),
-            "batches": batches["found"], **to_json(provenance.collect()),
+            "bandwidth": bandwidth, "products": products, "steps": list(map(asdict, steps)),
+            "batches": batches, **to_json(provenance.collect()),
         })  # fmt: skip
 
 
 def print_tables(
-    weight_bytes: int,
-    bandwidth: float,
-    steps: Sequence[FloorStep],
-    batches: Sequence[dict[str, Any]],
+    weight_bytes: int, bandwidth: float, steps: Sequence[FloorStep], batches: Sequence[FloorWork]
 ) -> None:
-    """Prints the tables of `summarize` and of `measure_batches`."""
     console = Console(stderr=True, width=110)
     console.print(
         f"{weight_bytes / 1e6:.0f} MB of weights; {bandwidth / 1e9:.1f} GB/s; milliseconds a step"
@@ -286,7 +263,17 @@ def print_tables(
             f"{x.of_roofline:.0%}", f"{x.of_product:.0%}", int8, f"{x.first_request_s:.1f}",
         )  # fmt: skip
     console.print(table)
-    console.print(batch_table(batches))
+    table = Table(
+        "work", "tokens", "floor", "took", "of floor", "tokens/s", "vocabulary", "with top-p"
+    )
+    for y in batches:
+        parts = (y.vocabulary, y.vocabulary_top_p)
+        shares = ["–" if part is None else f"{part:.1f} ({part / y.took:.0%})" for part in parts]
+        table.add_row(
+            y.work, f"{y.tokens:,}", f"{y.floor:,.1f}", f"{y.took:,.1f}", f"{y.of_floor:.0%}",
+            f"{y.tokens_per_second:,.0f}", *shares,
+        )  # fmt: skip
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -18,20 +18,18 @@ from decode.model.linear import PackedLinear
 from decode.model.loading import Target
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize
+from eval.metrics.bootstrap import MS_PER_SECOND
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
-from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
+from train.teacher.feature_codec import hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
+from train.trainer.settings import DistillConfig
 
-MS = 1000.0
 Product = Callable[[Tensor], Tensor]
-HEAD_VOCAB, HEAD_STEPS = 8192, 3
-"""Of the EAGLE-3 head that is trained, as in configs/smollm2/eagle3.yaml."""
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -69,7 +67,7 @@ def fastest_ms(work: Callable[[], Any], repeats: int, device: torch.device) -> f
         work()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return MS * min(seconds[1:])
+    return MS_PER_SECOND * min(seconds[1:])
 
 
 @torch.inference_mode()
@@ -139,33 +137,26 @@ def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[S
     ]  # fmt: skip
 
 
-def head_taps(target: Target) -> HiddenStateSpec:
-    """Three layers, low, middle and high, as EAGLE-3 reads them."""
+def head_settings(target: Target) -> Eagle3Settings:
+    """An EAGLE-3 head as configs/smollm2/eagle3.yaml has it, which reads a low, a middle and a high layer."""
     layers = len(layer_stack(target.runner.model))
-    return HiddenStateSpec(tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})))
+    taps = sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})
+    return Eagle3Settings(vocab=min(8192, target.runner.vocab_size), steps=3, taps=taps)
 
 
 def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
     """Milliseconds of a pass that packs EAGLE-3's hidden states and the final ones of these samples."""
-    taps = head_taps(target)
+    taps = HiddenStateSpec(tuple(head_settings(target).taps))
     live = LiveTeacher(target, taps)
     final = HiddenStateSpec(final=True)
     kinds = [hidden_state_schema(spec, live.hidden) for spec in (taps, final)]
-    assert kinds[1].name == FINAL_STATES
     return fastest_ms(lambda: extract_features(live, 0, rows, kinds), 2, target.runner.device)
-
-
-def head_config(target: Target) -> Eagle3Settings:
-    """The draft that is trained."""
-    vocab = min(HEAD_VOCAB, target.runner.vocab_size)
-    taps = list(head_taps(target).layers)
-    return Eagle3Settings(vocab=vocab, steps=HEAD_STEPS, taps=taps)
 
 
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     """Operations of a training step on these samples, those of the live target included."""
     length = len(rows[0]["input_ids"])
-    run = ShapeRun(DistillConfig(draft=head_config(target)), target.runner.model.config)
+    run = ShapeRun(DistillConfig(draft=head_settings(target)), target.runner.model.config)
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
@@ -173,11 +164,10 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
     """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
     device = target.runner.device
     torch.manual_seed(0)
-    settings = DistillConfig(draft=head_config(target))
-    context = FamilyContext(settings, target, rows, str(device))
-    trained = settings.draft.build(context)
-    trainable = [p for p in trained.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4)
+    settings = DistillConfig(draft=head_settings(target))
+    trained = settings.draft.build(FamilyContext(settings, target, rows, str(device)))
+    parameters = [p for p in trained.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
     mixed = target.runner.model.dtype == torch.bfloat16  # bf16 products of fp32 weights
 

@@ -12,9 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -29,75 +30,55 @@ from scripts.lab.sweep_plan import ROOT, SweepConfig, Trial
 
 RECORD, STDOUT, STDERR = "record.json", "stdout.txt", "stderr.txt"
 """Files in a trial's folder: how it ended, and what its last process printed."""
-POLL_SECONDS = 0.2
-LOOK_SECONDS = 2.0
-"""Time between two looks at trials that others hold."""
+POLL_SECONDS, LOOK_SECONDS = 0.2, 2.0
+"""Time between two updates of the bar, and between two looks at trials that others hold."""
 LONGEST_ERROR = 300
 TELLING = re.compile(r"error: |stopped by |[\w.]+(Error|Exception)\b")
 OF_LAUNCHER = re.compile(r"\S*(CalledProcessError|ChildFailedError)")
 
 
-@dataclass(frozen=True)
-class TrialClaim:
-    """The lock of a trial's folder, held until `stack` is closed and the processes that inherited `file` have ended."""
-
-    stack: ExitStack
-    file: IO[str]
-
-
-@dataclass(frozen=True)
-class RunningTrial:
-    """A trial's process, and the lock that is held for it."""
-
-    trial: Trial
-    claim: TrialClaim
-    attempt: int
-    process: subprocess.Popen[bytes]
-    started: float
-
-
-@dataclass
 class TrialPool:
-    """The trials of a sweep and the workers of this process, which run them."""
+    """The trials of a sweep and the workers of this process, a thread each, which run them."""
 
-    s: SweepConfig
-    trials: list[Trial]
-    console: Console
-    running: dict[int, RunningTrial] = field(default_factory=dict)
-    """{number of the worker: its trial}."""
+    def __init__(self, s: SweepConfig, trials: list[Trial], console: Console):
+        self.s, self.trials, self.console = s, trials, console
+        records = {trial.name: read_record(trial) for trial in trials}
+        self.failed_before = {name: x for name, x in records.items() if x and x["error"]}
+        self.waiting = [trial for trial in trials if not self.is_settled(trial)]
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        """{number of the worker: its process}."""
+        self.stopped = threading.Event()
+        self.mutex = threading.Lock()
 
     def run(self) -> None:
         """Returns when every trial is finished or has failed, here or on another machine.
 
         Trials that failed before this start are tried again. When it is stopped, so are the trials.
         """
-        records = {trial.name: read_record(trial) for trial in self.trials}
-        self.failed_before = {name: x for name, x in records.items() if x and x["error"]}
-        self.waiting = [trial for trial in self.trials if not self.is_settled(trial)]
-        self.look_at = 0.0
-        with progress_bars(self.console, ("state",)) as progress:
-            done = len(self.trials) - len(self.waiting)
-            total = len(self.trials)
+        total, count = len(self.trials), worker_count(self.s)
+        with (
+            progress_bars(self.console, ("state",)) as progress,
+            ThreadPoolExecutor(count) as threads,
+        ):
+            done = total - len(self.waiting)
             task = progress.add_task("trials", total=total, completed=done, state="")
+            workers = [threads.submit(self.work, worker) for worker in range(count)]
             try:
-                while self.waiting or self.running:
-                    if time.monotonic() >= self.look_at:
-                        self.start_waiting()
-                    for worker, running in list(self.running.items()):
-                        code = running.process.poll()
-                        if code is not None:
-                            self.end(worker, running, code)
-                    done = total - len(self.waiting) - len(self.running)
-                    progress.update(task, completed=done, state=self.state())
+                while not all(worker.done() for worker in workers):
+                    here, waiting = len(self.running), len(self.waiting)
+                    state = f"{here} running here"
+                    if waiting and here < count:
+                        state += f", {waiting} elsewhere"
+                    progress.update(task, completed=total - waiting - here, state=state)
                     time.sleep(POLL_SECONDS)
+                    for worker in workers:
+                        if worker.done():
+                            worker.result()  # its exception ends the others
             finally:
-                self.stop()
-
-    def state(self) -> str:
-        """How many trials run here, and how many on other machines if there is nothing else to wait for."""
-        here = len(self.running)
-        elsewhere = len(self.waiting) if here < worker_count(self.s) else 0
-        return f"{here} running here" + (f", {elsewhere} elsewhere" if elsewhere else "")
+                with self.mutex:
+                    self.stopped.set()
+                    for process in self.running.values():
+                        process.terminate()
 
     def is_settled(self, trial: Trial) -> bool:
         """Whether the trial is finished, or has failed since this start."""
@@ -106,34 +87,55 @@ class TrialPool:
             record["error"] is None or record != self.failed_before.get(trial.name)
         )
 
-    def start_waiting(self) -> None:
-        """Starts trials that nobody holds, until no worker is idle."""
-        idle = [worker for worker in range(worker_count(self.s)) if worker not in self.running]
-        for trial in list(self.waiting) if idle else []:
-            if len(idle) == 0:
-                break
-            claim = claim_trial(trial)
-            if claim is None:
-                continue
-            self.waiting.remove(trial)
-            if self.is_settled(trial):  # by another machine
-                claim.stack.close()
-            else:
-                worker = idle.pop(0)
-                self.running[worker] = start_trial(self.s, worker, trial, claim, 1)
-        self.look_at = time.monotonic() + LOOK_SECONDS
+    def work(self, worker: int) -> None:
+        """Runs trials that nobody holds, one after the other, until none is left."""
+        while self.waiting and not self.stopped.is_set():
+            with ExitStack() as held:
+                claimed = self.claim(held)
+                if claimed is None:
+                    self.stopped.wait(LOOK_SECONDS)
+                else:
+                    self.try_trial(worker, *claimed)
 
-    def end(self, worker: int, running: RunningTrial, code: int) -> None:
-        """Records how the process of a trial ended, or starts it again if it failed."""
-        trial, attempt = running.trial, running.attempt
-        stderr = (trial.folder / STDERR).read_text(encoding="utf-8", errors="replace")
-        error = None if code == 0 else last_error(stderr, code)
-        if error is not None and attempt <= self.s.retries:
+    def claim(self, held: ExitStack) -> tuple[Trial, IO[str]] | None:
+        """The first waiting trial that nobody holds, and its lock, now held by `held`; None if there is none.
+
+        Trials that another machine has settled meanwhile are dropped on the way.
+        """
+        with self.mutex:
+            for trial in list(self.waiting):
+                trial.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    file = held.enter_context(
+                        lock.hold(trial.folder / lock.LOCK_FILE, trial.folder)
+                    )
+                except UserError:
+                    continue
+                self.waiting.remove(trial)
+                if not self.is_settled(trial):
+                    return trial, file
+                held.close()
+        return None
+
+    def try_trial(self, worker: int, trial: Trial, claim: IO[str]) -> None:
+        """Runs the trial's command, again if it fails, and records how it ended unless the sweep is stopped."""
+        for attempt in range(1, self.s.retries + 2):
+            started = time.monotonic()
+            with self.mutex:
+                if self.stopped.is_set():
+                    return
+                process = self.running[worker] = start_trial(self.s, worker, trial, claim)
+            code = process.wait()
+            with self.mutex:
+                del self.running[worker]
+            if self.stopped.is_set():
+                return
+            stderr = (trial.folder / STDERR).read_text(encoding="utf-8", errors="replace")
+            error = None if code == 0 else last_error(stderr, code)
+            if error is None or attempt > self.s.retries:
+                break
             self.say(f"{trial.name} failed, and is tried again: {error}")
-            again = start_trial(self.s, worker, trial, running.claim, attempt + 1)
-            self.running[worker] = again
-            return
-        seconds = time.monotonic() - running.started
+        seconds = time.monotonic() - started
         record = {
             "settings": trial.settings,
             "error": error,
@@ -143,18 +145,7 @@ class TrialPool:
             "ended": datetime.now().astimezone().isoformat(),
         }
         files.write_atomically(trial.folder / RECORD, json.dumps(record, indent=1) + "\n")
-        running.claim.stack.close()
-        del self.running[worker]
-        self.look_at = 0.0
         self.say(f"{trial.name} {f'failed: {error}' if error else f'done, {duration(seconds)}'}")
-
-    def stop(self) -> None:
-        """Ends the trials that still run, and waits until they have saved."""
-        for running in self.running.values():
-            running.process.terminate()
-        for running in self.running.values():
-            running.process.wait()
-            running.claim.stack.close()
 
     def say(self, line: str) -> None:
         """Prints one line on stderr, beside the bars."""
@@ -169,34 +160,20 @@ def read_record(trial: Trial) -> dict[str, Any] | None:
         return None
 
 
-def claim_trial(trial: Trial) -> TrialClaim | None:
-    """Takes the lock of the trial's folder; None if another process has it."""
-    trial.folder.mkdir(parents=True, exist_ok=True)
-    stack = ExitStack()
-    try:
-        file = stack.enter_context(lock.hold(trial.folder / lock.LOCK_FILE, trial.folder))
-    except UserError:
-        return None
-    return TrialClaim(stack, file)
-
-
 def start_trial(
-    s: SweepConfig, worker: int, trial: Trial, claim: TrialClaim, attempt: int
-) -> RunningTrial:
-    """Starts the trial's command in a process."""
+    s: SweepConfig, worker: int, trial: Trial, claim: IO[str]
+) -> subprocess.Popen[bytes]:
     variables, prefix = split_launch(s.launch[worker % len(s.launch)] if s.launch else "")
     env = launch_environment(s) | {"WANDB_NAME": trial.name} | variables
     command = [*(prefix or [sys.executable]), str(ROOT / s.command), *trial.words]
     with (trial.folder / STDOUT).open("wb") as out, (trial.folder / STDERR).open("wb") as err:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env,
-            pass_fds=[claim.file.fileno()],
+            pass_fds=[claim.fileno()],
         )  # fmt: skip
-    return RunningTrial(trial, claim, attempt, process, time.monotonic())
 
 
 def worker_count(s: SweepConfig) -> int:
-    """Trials at a time."""
     return s.workers or max(1, len(s.launch))
 
 

@@ -4,7 +4,7 @@ The metric is read from what each trial wrote when the table is made, so another
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,6 @@ from eval.reporting.plots import ChartSeries, Point
 from scripts.lab.cells import mean_and_spread, paired_difference
 from scripts.lab.sweep_plan import SweepConfig, Trial, to_text
 from scripts.lab.sweep_pool import STDOUT, read_record
-
-SHOWN_NAMES = 8
-LOG_SPAN = 10.0
-"""A chart's axis is logarithmic from this ratio of the largest to the smallest value on."""
-
 
 Settings = dict[str, object]
 
@@ -72,19 +67,19 @@ class SweepRow:
 
 def collect_results(s: SweepConfig, trials: list[Trial]) -> tuple[list[SweepRow], dict[str, str]]:
     """(the rows, the best first; {trial without a value: why})."""
-    results = [read_result(s, trial) for trial in trials]
     groups: dict[str, list[TrialResult]] = {}
-    for result in results:
-        groups.setdefault(json.dumps(without_seed(result.trial.settings)), []).append(result)
+    for trial in trials:
+        key = json.dumps(without_seed(trial.settings))
+        groups.setdefault(key, []).append(read_result(s, trial))
     sign = -1 if s.goal == "max" else 1
 
     def rank(group: list[TrialResult]) -> tuple[bool, float]:
-        mean, _ = mean_and_spread(values_of(group))
+        mean, _ = mean_and_spread(list(by_seed(group).values()))
         return mean is None, sign * (mean or 0.0)
 
     ranked = sorted(groups.values(), key=rank)
     rows = [pool_seeds(group, ranked[0]) for group in ranked]
-    return rows, {x.trial.name: x.problem for x in results if x.problem}
+    return rows, {x.trial.name: x.problem for group in groups.values() for x in group if x.problem}
 
 
 def read_result(s: SweepConfig, trial: Trial) -> TrialResult:
@@ -113,7 +108,7 @@ def read_metric(s: SweepConfig, trial: Trial) -> float:
     numbers = [x for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(numbers) == 0:
         names = sorted({name for value in values if isinstance(value, dict) for name in value})
-        raise UserError(f"no {s.metric} in {file}, but {', '.join(names[:SHOWN_NAMES])}")
+        raise UserError(f"no {s.metric} in {file}, but {', '.join(names[:8])}")
     best = max if s.goal == "max" else min
     return float(best(numbers) if s.point == "best" else numbers[-1])
 
@@ -136,21 +131,27 @@ def without_seed(settings: Settings) -> Settings:
     return {name: value for name, value in settings.items() if name.split(".")[-1] != "seed"}
 
 
-def values_of(results: list[TrialResult]) -> list[float]:
-    return [result.value for result in results if result.value is not None]
+def by_seed(results: list[TrialResult]) -> dict[str, float]:
+    """{its seeds: the value of each trial that has one}."""
+    found: dict[str, float] = {}
+    for x in results:
+        if x.value is not None:
+            seeds = x.trial.settings.keys() - without_seed(x.trial.settings).keys()
+            found[json.dumps({name: x.trial.settings[name] for name in sorted(seeds)})] = x.value
+    return found
 
 
 def pool_seeds(results: list[TrialResult], best: list[TrialResult]) -> SweepRow:
     """The row of these trials, beside those of the best row."""
-    mean, spread = mean_and_spread(values_of(results))
     own, base = by_seed(results), by_seed(best)
+    mean, spread = mean_and_spread(list(own.values()))
     common = [seed for seed in own if seed in base]
     found = paired_difference([own[seed] for seed in common], [base[seed] for seed in common])
     return SweepRow(
         settings=without_seed(results[0].trial.settings),
         metric=mean,
         spread=spread,
-        values=values_of(results),
+        values=list(own.values()),
         trials=len(results),
         seconds=mean_and_spread([x.seconds for x in results if x.seconds is not None])[0],
         outputs=[str(result.trial.out) for result in results],
@@ -158,20 +159,11 @@ def pool_seeds(results: list[TrialResult], best: list[TrialResult]) -> SweepRow:
     )
 
 
-def by_seed(results: list[TrialResult]) -> dict[str, float]:
-    """{its seeds: the value of each trial that has one}."""
-    found = {}
-    for result in results:
-        if result.value is not None:
-            swept, rest = result.trial.settings, without_seed(result.trial.settings)
-            found[json.dumps({k: v for k, v in swept.items() if k not in rest})] = result.value
-    return found
-
-
 def write_results(s: SweepConfig, rows: list[SweepRow], failed: dict[str, str]) -> str:
     """Writes sweep.json, sweep.md and, if one number is swept, sweep.svg; returns the Markdown."""
-    out, svg, names = Path(s.out), chart(s, rows), varying_names(rows)
-    parts = [table_markdown(results_table(s, rows))]
+    names = [n for n in rows[0].settings if len({to_text(row.settings[n]) for row in rows}) > 1]
+    out, svg = Path(s.out), chart(s, rows, names)
+    parts = [table_markdown(results_table(s, rows, names))]
     differences = [
         [*texts_of(row, names), format_with_interval(x.mean, x.ci, 4), str(x.seeds)]
         for row in rows
@@ -190,28 +182,20 @@ def write_results(s: SweepConfig, rows: list[SweepRow], failed: dict[str, str]) 
     text = "\n\n".join(parts) + "\n"
     files.write_atomically(out / "sweep.md", text)
     shown = ("command", "recipe", "words", "metric", "goal", "point")
-    settings = {name: vars(s)[name] for name in shown}
-    facts = {"schema": 1, **settings, "rows": [asdict(row) for row in rows], "failed": failed}
-    content = (
-        json.dumps({**facts, **to_json(provenance.collect())}, indent=1, ensure_ascii=False) + "\n"
+    facts = {"schema": 1, **{name: vars(s)[name] for name in shown}}
+    facts |= {"rows": to_json(rows), "failed": failed, **to_json(provenance.collect())}
+    files.write_atomically(
+        out / "sweep.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
     )
-    files.write_atomically(out / "sweep.json", content)
     return text
-
-
-def varying_names(rows: list[SweepRow]) -> list[str]:
-    """The settings that have several values."""
-    names = rows[0].settings
-    return [n for n in names if len({to_text(row.settings[n]) for row in rows}) > 1]
 
 
 def texts_of(row: SweepRow, names: list[str]) -> list[str]:
     return [to_text(row.settings[name]) for name in names]
 
 
-def results_table(s: SweepConfig, rows: list[SweepRow]) -> Table:
+def results_table(s: SweepConfig, rows: list[SweepRow], names: list[str]) -> Table:
     """A line for each row; the spread is the standard deviation over seeds."""
-    names = varying_names(rows)
     seeds = max(row.trials for row in rows) > 1
     lines = []
     for row in rows:
@@ -219,15 +203,13 @@ def results_table(s: SweepConfig, rows: list[SweepRow]) -> Table:
         value += "" if row.spread is None else f" ± {row.spread:.2g}"
         line = [*texts_of(row, names), value]
         line += [f"{len(row.values)} of {row.trials}"] if seeds else []
-        line.append(NOT_MEASURED if row.seconds is None else duration(row.seconds))
-        lines.append(line)
+        lines.append([*line, NOT_MEASURED if row.seconds is None else duration(row.seconds)])
     header = [*names, s.metric, *(["seeds"] if seeds else []), "time"]
     return Table(f"Sweep of {s.command}", header, lines)
 
 
-def chart(s: SweepConfig, rows: list[SweepRow]) -> str:
+def chart(s: SweepConfig, rows: list[SweepRow], names: list[str]) -> str:
     """SVG of the metric over the one swept number, a line for each combination of the others; "" if there is none."""
-    names = varying_names(rows)
     numeric = [name for name in names if all(is_number(row.settings[name]) for row in rows)]
     if len(numeric) != 1 or all(row.metric is None for row in rows):
         return ""
@@ -240,12 +222,10 @@ def chart(s: SweepConfig, rows: list[SweepRow]) -> str:
             lines.setdefault(", ".join(texts_of(row, others)), []).append(point)
     series = [ChartSeries(name, sorted(x, key=lambda p: p.x)) for name, x in lines.items()]
     xs = [point.x for one in series for point in one.points]
-    log = min(xs) > 0 and max(xs) / min(xs) >= LOG_SPAN
+    scale = "log" if min(xs) > 0 and max(xs) / min(xs) >= 10 else "linear"
     entries = plots.legend_entries(list(lines)) if len(lines) > 1 else []
     title = "  ".join(f"{glyph} {name}" for glyph, _, name in entries)
-    return plots.line_chart(
-        series, list(lines), title, numeric[0], s.metric, xscale="log" if log else "linear"
-    )
+    return plots.line_chart(series, list(lines), title, numeric[0], s.metric, xscale=scale)
 
 
 def is_number(value: Any) -> bool:

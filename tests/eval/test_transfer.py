@@ -28,19 +28,21 @@ def counts(emitted: list[int], rounds: list[int]) -> np.ndarray:
     return np.array([emitted, rounds, accepted, [2 * n for n in rounds]]).T
 
 
+def compare(own: np.ndarray, other: np.ndarray) -> transfer.TransferEntry:
+    return transfer.compare(own, other, 0.95, 0.4, target="t", dtype="d", temperature=0.0)
+
+
 def test_the_share_is_of_accepted_tokens_a_round() -> None:
     """Catches a share of τ, which is 0.5 for a draft of which nothing is accepted any more."""
     own, other = counts([40, 60, 20], [20, 30, 10]), counts([60, 45, 15], [40, 30, 10])
-    found = transfer.compare(own, other, 0.95, 0.4)
-    assert found["share"] == pytest.approx(0.5)  # τ is 2 and 1.5
-    assert (found["tau"], found["alpha"]) == (pytest.approx(1.5), pytest.approx(0.25))
-    assert found["share_ci"] == pytest.approx(
-        (0.5, 0.5)
-    )  # every prompt loses half: pairing removes all spread
-    assert found["verdict"] == transfer.FINE_TUNE
-    assert transfer.compare(own, own, 0.95, 0.4)["verdict"] == transfer.KEEP
-    nothing = transfer.compare(own, counts([9, 9, 9], [9, 9, 9]), 0.95, 0.4)
-    assert (nothing["share"], nothing["verdict"]) == (0.0, transfer.RETRAIN)
+    found = compare(own, other)
+    assert found.share.value == pytest.approx(0.5)  # τ is 2 and 1.5
+    assert (found.tau, found.alpha) == (pytest.approx(1.5), pytest.approx(0.25))
+    assert found.share.ci == pytest.approx((0.5, 0.5))  # every prompt loses half
+    assert found.verdict == transfer.FINE_TUNE
+    assert compare(own, own).verdict == transfer.KEEP
+    nothing = compare(own, counts([9, 9, 9], [9, 9, 9]))
+    assert (nothing.share.value, nothing.verdict) == (0.0, transfer.RETRAIN)
 
 
 @pytest.mark.parametrize(

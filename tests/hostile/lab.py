@@ -88,12 +88,9 @@ BASE = {
     "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",
     "scripts/lab/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
     "--article_count 2 --out $out",
-    "scripts/lab/bench_decoding.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
-    "--engines '[ours, generate]' --count 4 --max_new_tokens 4 --repeats 1 --threads 1 --out $tmp/out.json",
     "scripts/lab/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
     "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
-    "scripts/lab/bench_training.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
     "--compiled false --device cpu --out $tmp/out.json",
     "scripts/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",

@@ -16,7 +16,6 @@ QUICK = {
     "eval/forecast.py": (),
     "train/doctor.py": (),
     "decode/generate.py": (),
-    "scripts/lab/bench_decoding.py": (),
     "scripts/lab/floor.py": (),
     "scripts/export.py": (),
     "scripts/publish.py": (),

@@ -202,14 +202,6 @@ NUMBERS = {
         ("article_count", "-1"),
         ("seed", "-1"),
     ],
-    "scripts/lab/bench_decoding.py": [
-        ("count", "0"),
-        ("max_new_tokens", "0 1000"),
-        ("batches", "'[]' '[0]'"),
-        ("threads", "-1"),
-        ("repeats", "0"),
-        ("seed", "-1"),
-    ],
     "scripts/lab/floor.py": [
         ("rows", "'[]' '[0]'"),
         ("repeats", "0"),
@@ -218,7 +210,6 @@ NUMBERS = {
         ("samples", "-1"),
         ("sample_tokens", "0 1"),
     ],
-    "scripts/lab/bench_training.py": [("steps", "0")],
     "scripts/lab/gpu_smoke.py": [("k", "0"), ("rows", "0"), ("max_new_tokens", "0")],
     "scripts/llamacpp_parity.py": [
         ("k", "0 -1"),

@@ -26,7 +26,6 @@ TARGETS = {
     "scripts/lab/compare_trainers.py": "target",
     "scripts/lab/data_curve.py": "distill.target",
     "scripts/lab/floor.py": "target",
-    "scripts/lab/bench_decoding.py": "target",
     "scripts/lab/gpu_smoke.py": "target",
 }
 MISSING = (
@@ -95,7 +94,6 @@ MISSING = (
     ("scripts/lab/data_curve.py", "--tasks '[{name: own, path: ./gone.jsonl}]'"),
     ("scripts/lab/task_prompts.py", "--math ./gone.jsonl"),
     ("scripts/lab/task_prompts.py", "--articles ./gone"),
-    ("scripts/lab/bench_decoding.py", "--prompts ./gone.jsonl"),
     ("scripts/lab/gpu_smoke.py", "--draft ./gone"),
     ("scripts/llamacpp_parity.py", "--draft ./gone"),
     ("scripts/llamacpp_parity.py", "--server ./gone"),
@@ -218,10 +216,6 @@ KINDS = [
     Case("scripts/lab/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "{}\n"),)),
     Case("scripts/lab/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "", "empty"),)),
     Case("scripts/lab/compare_trainers.py", "--out $lab/report", "report"),
-    Case("scripts/lab/bench_training.py", "--out $lab/report", "report"),
-    Case("scripts/lab/bench_decoding.py", "--out $lab/report", "report"),
-    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/a.jsonl --out $tmp/a.jsonl", "a.jsonl", (copy("prompts.jsonl", "a.jsonl"),)),
-    Case("scripts/lab/bench_decoding.py", "--prompts $lab/gsm8k.csv", "gsm8k.csv"),
     Case("scripts/lab/floor.py", "--out $lab/report", "report"),
     Case("scripts/lab/gpu_smoke.py", "--out $lab/report", "report"),
     Case("scripts/referee.py", "--out $lab/report", "report"),

@@ -107,9 +107,6 @@ OTHER = [
     Case("train/distill.py", "--loop.max_length 1", "max_length"),
     Case("scripts/lab/task_prompts.py", "--math $tmp/a.jsonl", ("a.jsonl", "question"), (write("a.jsonl", '{"prompt": "a"}\n', "other"),)),
     Case("scripts/lab/task_prompts.py", "--math $tmp/a.jsonl", "a.jsonl:1", (write("a.jsonl", "{\n", "no JSON"),)),
-    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/a.jsonl", "512", (write("a.jsonl", json.dumps({"prompt": LONG}) + "\n", "all too long"),)),
-    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/a.jsonl", "a.jsonl", (write("a.jsonl", "3\n", "number"),)),
-    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/c.jsonl", "chat template", (write("c.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "a chat"),)),
 ]  # fmt: skip
 
 

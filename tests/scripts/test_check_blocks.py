@@ -15,11 +15,11 @@ from decode.model.loading import load_target
 from decode.serving.checker import check_draft_files
 from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.mtp import MtpSettings
+from train.trainer.settings import DistillConfig
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TAPS = [2, 6, 9]

@@ -14,13 +14,13 @@ from tests import worlds
 from tests.tiny import tiny_prompts
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
 from train.families.eagle import EagleTrainer
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle3Settings
 from train.losses import divergences
+from train.trainer.settings import DistillConfig
 
 
 class UnshiftedAlignment(Alignment):

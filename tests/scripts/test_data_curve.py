@@ -15,8 +15,8 @@ from tests import worlds
 from tests.test_stopped_commands import on_call
 from train import distill
 from train.data import batching, mixture
-from train.distill import DistillConfig
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig
+from train.trainer.settings import DistillConfig
 
 COMMAND = "scripts/lab/data_curve.py"
 

@@ -33,12 +33,12 @@ from tests.tiny import tiny_model
 from tests.train.families.test_heads_training import row
 from tests.worlds import ROOT
 from train.data import batching
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.head_loss import LossWeights
 from train.families.settings.base import FamilySettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle3Settings
+from train.settings.training import LossWeights
+from train.trainer.settings import DistillConfig
 
 TARGET = str(ROOT / "assets" / "target")
 V, WIDTH, LAYERS = 4096, 256, 12

@@ -77,8 +77,3 @@ def test_the_closure_has_what_is_named_by_string(tree: Path) -> None:
         "train/distill.py",
     }
     assert found == names | {"train/late.py", "train/head.py"}
-
-
-def test_the_ratio_is_of_numbers() -> None:
-    assert house.ratio(200, 50) == 0.25
-    assert house.ratio(0, 5) is house.ratio(None, 5) is house.ratio(5, None) is None

@@ -10,7 +10,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 from decode.common.files import read_yaml
 from decode.common.settings import parse_settings
 from tests.worlds import ROOT
-from train.distill import DistillConfig
+from train.trainer.settings import DistillConfig
 
 CHOICE = {"loop.lr": 0.0012, "loop.batch_size": 8, "loss": "lk_alpha"}
 

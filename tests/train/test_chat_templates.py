@@ -22,7 +22,8 @@ from train.data.manifest import RowTemplate, read_manifest
 from train.data.prompts import make_prompt
 from train.data.template_probe import probe
 from train.doctor_checks import examination
-from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
+from train.settings.training import AcceptanceEvalConfig
+from train.trainer.acceptance_eval import AcceptanceEval
 
 BODY = "{% for m in messages %}<2>{{ m['role'] }}\n{{ m['content'] }}<1>\n{% endfor %}"
 SWITCH = (

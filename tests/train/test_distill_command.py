@@ -22,9 +22,10 @@ from tests.worlds import Done, World, contents
 from train.data import batching, mixture, sample_store
 from train.data.manifest import read_manifest
 from train.data.mixture import Mixture
-from train.distill import DistillConfig, build_draft
 from train.families.settings.causal import CausalSettings
 from train.trainer import loop
+from train.trainer.settings import DistillConfig
+from train.training import build_draft
 
 COMMAND = "train/distill.py"
 STEPS = 8

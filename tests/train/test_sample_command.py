@@ -16,7 +16,8 @@ from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train.data import sample_store
 from train.data.manifest import load_set, read_manifest
-from train.data.sources import PromptSource, read_prompts
+from train.data.sources import read_prompts
+from train.settings.data import PromptSource
 
 COMMAND = "train/sample.py"
 FITS, TOO_LONG = "y" * (CONTEXT - 1), "x" * CONTEXT

@@ -7,15 +7,15 @@ joined as ids, and what a chat template puts between them is found by rendering 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
 from train.data.prompts import Prompt, encode_prompt, encode_prompts, make_prompt
+from train.settings.data import TurnSelection
 
-TurnSelection = Literal["last", "all"]
 PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 

@@ -3,13 +3,10 @@
 import math
 import re
 import zlib
-from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 
-from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, zero_or
+from train.settings.data import FilterConfig
 
 OVERLAPS = "dropped_as_evaluation"
 WRONG_LENGTHS = "dropped_by_length"
@@ -29,27 +26,6 @@ LSH_BAND_SIZE = 4
 BUCKET_BITS = 18
 """Bits of a bucket's number: 2^18 buckets of each band, in which 10^6 texts make lists of 4."""
 BUCKET_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-
-@dataclass
-class FilterConfig:
-    """Which prompts are dropped, besides those that overlap evaluation prompts."""
-
-    min_prompt: Count = 1
-    """Shortest prompt in tokens."""
-    max_prompt: CountOrZero = 0
-    """Longest prompt in tokens; 0: the target's context length."""
-    min_answer: Count = 1
-    """Fewest tokens of all replies together; rows with fewer are kept as answered, without loss spans."""
-    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.0
-    """A prompt is dropped if its similarity to an earlier one, the share of 5-word shingles in common, is at least
-    this: 0.6 to 1; 0 drops equal prompts only."""
-
-    def __post_init__(self) -> None:
-        if 0 < self.max_prompt < self.min_prompt:
-            raise UserError(
-                f"filters.min_prompt {self.min_prompt} is above filters.max_prompt {self.max_prompt}: lower it"
-            )
 
 
 class EvaluationOverlap:

@@ -4,15 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode.common import damage, run_dir
 from decode.common.errors import UserError
-from decode.common.published import Place
-from decode.common.ranges import CountOrZero, above
 from decode.common.typed_json import to_json
 from decode.model.fingerprint import difference
 from decode.model.loading import Target, compare_tokenizers
@@ -20,24 +18,7 @@ from train.data import batching
 from train.data.manifest import Manifest, load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
-
-
-@dataclass
-class MixturePart:
-    """One sampled set of a mixture."""
-
-    path: Place
-    """Folder of the sampled set."""
-    weight: Annotated[float, above(0)] = 1.0
-    """Its share of the training rows, relative to the weights of the other sets."""
-    limit: CountOrZero = 0
-    """Rows to take from it, chosen by the seed of the training; 0: all. The rows of a lower limit are among those of a
-    higher one, and runs with different limits share stored features."""
-
-
-Supervised = Literal["answers", "all"]
-DataSpec = Place | list[MixturePart]
-"""The folder of one sampled set, or several with weights."""
+from train.settings.data import DataSpec, MixturePart, Supervised
 
 
 @dataclass

@@ -32,18 +32,18 @@ from decode.model.loading import (
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
 from train.data.conversations import Conversation
-from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, FilterConfig, PromptFilter
+from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, PromptFilter
 from train.data.prompts import Prompt, prompt_text
 from train.data.sources import (
     ANSWER_ADVICE,
     REPEATS,
     UNANSWERED,
-    PromptSource,
     ReadLog,
     evaluation_texts,
     stream_prompts,
 )
 from train.data.template_probe import template_marks
+from train.settings.data import FilterConfig, PromptSource
 
 TOKENIZED_TOGETHER = 256
 """Prompts in one call of the tokenizer."""

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from decode.common.disk_errors import disk_error, naming
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, disk_error, first_line, naming
 from decode.common.files import write_atomically
 from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint

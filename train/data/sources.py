@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 from decode.common.errors import UserError
-from decode.common.ranges import Count, at_least
 from eval.tasks.dataset_specs import BUNDLED_PROMPTS
 from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
 from train.data.prompts import Prompt, make_prompt, prompt_text
+from train.settings.data import PromptSource
 
 DOMAINS = ("code", "prose", "arithmetic")
 EXCERPT_LENGTHS = (200, 600)  # characters
@@ -105,43 +104,6 @@ ANSWER_ADVICE = (
 
 
 RENDERED_ADVICE = "give the chats as `messages`, or the bare questions (`column` of the source)"
-
-
-@dataclass
-class PromptSource:
-    """One place that prompts come from."""
-
-    kind: Literal["bundled", "stdlib", "file", "hub"]
-    """bundled: this repository's prompts; stdlib: excerpts of Python's standard library; file: a file or a folder; hub:
-    a data set of the Hugging Face Hub."""
-
-    path: str = ""
-    """bundled: code, prose, arithmetic or all; file: .jsonl, .json or .parquet, .txt with a blank line between prompts
-    (each also .gz or .zst), a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read as
-    the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
-    instruction with input, question, query (with their answers, for origin text); text. Its tools are offered to the
-    target, and the chat template gets the arguments in its chat_template_kwargs."""
-
-    split: str = "train"
-    """hub and folders: which split of the data set. Of a folder in which no file is named after it all are read."""
-
-    config: str | None = None
-    """hub: which configuration of the data set; null: its only one."""
-
-    column: str = ""
-    """hub and file: column that holds the text, or the messages of a chat; empty: as `path` says."""
-
-    response: str = ""
-    """hub and file, for origin text: column that holds the answer; empty: as `path` says."""
-
-    streaming: bool = False
-    """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
-
-    limit: Count | None = None
-    """At most this many prompts, chosen at random by the seed; null takes all. stdlib requires a limit."""
-
-    samples: Annotated[int, at_least(1, 100_000)] = 1
-    """Answers to sample for each prompt."""
 
 
 def check(source: PromptSource, answered: bool) -> None:

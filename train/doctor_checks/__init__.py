@@ -9,5 +9,5 @@
     examination.py    one pass over sampled sets, or over prompts, with all checks
     rendering.py      samples with their mask and all findings, for a terminal and as an HTML page (doctor.html.j2)
 
-Imports train.data, eval.reporting and decode. No weights are loaded.
+Imports train.data, eval.reporting, eval.tasks and decode. No weights are loaded.
 """

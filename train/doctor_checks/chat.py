@@ -7,11 +7,11 @@ from typing import Any
 from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
 from eval.tasks.row_forms import message_text
-from train.data.conversations import TurnSelection
 from train.data.prompts import Prompt
 from train.data.template_probe import ChatTemplate, user
 from train.doctor_checks.findings import Defect, Tally, percent
 from train.doctor_checks.rows import SeenRow
+from train.settings.data import TurnSelection
 
 OPEN, CLOSE = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "<tool_response>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call")

@@ -7,25 +7,22 @@ text is rendered and tokenised again and compared in pairs.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
-from decode.common.template_choice import TemplateSetting, describe, with_template
+from decode.common.template_choice import describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import Conversation, TurnSelection
+from train.data.conversations import Conversation
 from train.data.manifest import load_set, read_manifest
-from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
 from train.data.sources import (
     REFUSED,
     REPEATS,
-    PromptSource,
     ReadLog,
     evaluation_texts,
     stream_prompts,
@@ -37,53 +34,11 @@ from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row
+from train.settings.data import DoctorConfig
 
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
 such as each with a date of its own, are not rendered again."""
-
-
-@dataclass
-class DoctorConfig:
-    target: str = "assets/target"
-    """The model that the data is for: folder or Hub name. Its tokenizer, template and config are read, no weights."""
-    revision: str | None = None
-    """Commit, tag or branch of a target on the Hub."""
-    template: TemplateSetting | None = None
-    """Which chat template, and its arguments, as in train/sample.py; null: those that the manifest of each set names,
-    and for `sources` those of the first set, if there is one."""
-    data: DataSpec = ""
-    """A sampled set from train/sample.py, or several: [{path: one}, {path: other}], read whole. May stand first."""
-    sources: list[PromptSource] = field(default_factory=list)
-    """Prompts before sampling, as in train/sample.py. With `data` too, rows are compared with the prompts they
-    answer, which also shows a wrong boundary where the target has no chat template."""
-    turns: TurnSelection = "last"
-    """sources: which replies are to be sampled, as in train/sample.py."""
-    decontaminate: str | list[str] = ""
-    """Files or folders with evaluation prompts besides the bundled ones."""
-    max_length: Count = 512
-    """Tokens of a row that training reads (--loop.max_length of train/distill.py)."""
-    vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])
-    """Sizes of draft vocabularies whose coverage of the labels is measured."""
-    short: Count = 3
-    """Answers with fewer tokens, their end not counted, are very short."""
-    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.8
-    """Prompts are nearly equal if they share this part of their 5-word shingles; 0: not looked for."""
-    worth: Share = 0.05
-    """From this share of the rows or labels on a defect costs something (or stops, if it is grave)."""
-    rows: CountOrZero = 2000
-    """Rows of each set, chosen by the seed, whose text is rendered and tokenised again; 0: all."""
-    show: CountOrZero = 3
-    """Samples to show, those of the gravest findings first."""
-    show_tokens: Count = 300
-    """Tokens shown of a sample, around where its labels begin."""
-    html: str = ""
-    """File for a page with findings and samples; empty: the terminal shows them."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
-    strict: bool = False
-    """Exit code 1 if there is a finding that stops or costs."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from decode.model.runner import ModelRunner
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.families.head_loss import LossWeights
-from train.losses.objective import Criterion, DivergenceConfig
+from train.losses.objective import Criterion
+from train.settings.data import StatesServerConfig
+from train.settings.training import DivergenceConfig, LossWeights
 from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
-from train.teacher.served import StatesServerConfig
 
 Net = TypeVar("Net", bound=nn.Module)
 Config = dict[str, Any]

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.families.head_loss import METRIC_ROWS, LossWeights, label_probability
+from train.families.head_loss import METRIC_ROWS, label_probability
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
+from train.settings.training import LossWeights
 
 
 class BlockLoss:

@@ -25,7 +25,7 @@ from train.families.base import (
     random_init,
     vocabulary_facts,
 )
-from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weights
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
 from train.families.settings.eagle import (
     Eagle1Settings,
@@ -36,6 +36,7 @@ from train.families.settings.eagle import (
 from train.families.ttt_attention import TestTimeAttention
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
+from train.settings.training import LossWeights
 from train.teacher.live import TeacherOutput
 
 

@@ -5,35 +5,17 @@ head j. So the target's logits are computed once per row, a few rows at a time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from decode.common.ranges import Share, at_least
 from train.families.alignment import Alignment
 from train.losses import divergences
 from train.losses.objective import Criterion
+from train.settings.training import LossWeights
 
 METRIC_ROWS = 256
 """Rows of each chunk on which metrics are computed: they cost as much per row as the loss and may be less exact."""
-
-
-@dataclass
-class LossWeights:
-    """Weights of the parts of the loss of heads."""
-
-    positions: Literal["decay", "dpace"] = "decay"
-    """Weight of step j. decay: decay^j. dpace: what the step adds to the expected accepted length of its slot."""
-    decay: Share = 0.8
-    """Weight of each step relative to the one before, since a token counts only if those before it were accepted."""
-    feature: Annotated[float, at_least(0)] = 1.0
-    """eagle1: weight of the smooth L1 distance to the target's next final hidden state."""
-    divergence: Annotated[float, at_least(0)] = 0.1
-    """eagle1: weight of the divergence."""
-    heads: Annotated[float, at_least(0)] = 0.01
-    """medusa2: weight of the heads' loss; the KL that keeps the target close to the original has weight 1."""
 
 
 class SupervisedRows:

@@ -27,11 +27,12 @@ from train.families.base import (
     matrix_parameters,
     model_dtype,
 )
-from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weights
 from train.families.lora_target import LoraTarget, adapt_target
 from train.families.settings.medusa import Medusa2Settings, MedusaSettings
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
+from train.settings.training import LossWeights
 from train.teacher.live import TeacherOutput
 
 

@@ -21,7 +21,7 @@ from eval.scaling.data_curve import DataCurve, doubling_lines
 from train.families.registry import family_settings
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
 from train.hub.evidence import Evidence
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
 
 
 @dataclass(frozen=True)

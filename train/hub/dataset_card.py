@@ -24,7 +24,7 @@ from train.data import sample_store
 from train.data.manifest import MANIFEST_FILE, Manifest, load_set
 from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
 
 SIZE_CATEGORIES = (
     (10**3, "n<1K"),

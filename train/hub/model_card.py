@@ -27,7 +27,7 @@ from train.hub.card_tables import (
     tuned_lengths_table,
 )
 from train.hub.card_text import CardInputs
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
 
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")
 

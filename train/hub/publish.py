@@ -42,13 +42,8 @@ from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.evidence import Evidence, short
-from train.hub.upload import (
-    MARKER_FILES,
-    HubLabels,
-    PublishFolder,
-    check_repo_id,
-    is_repo_id,
-)
+from train.hub.upload import MARKER_FILES, PublishFolder, check_repo_id, is_repo_id
+from train.settings.training import HubLabels
 
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
 """A model's shards are numbered; a name with anything else in it is not published."""

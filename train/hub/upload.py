@@ -1,6 +1,6 @@
 """Uploads a folder to the Hugging Face Hub as a new version with its tag."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -14,29 +14,6 @@ from decode.common.secret_patterns import redact
 
 MARKER_FILES = {"model": METADATA_FILE, "dataset": "manifest.json"}
 """The file that marks a repository of ours; repositories without it are not written to."""
-
-
-@dataclass
-class HubLabels:
-    """Metadata for the Hub that is in no file of the draft; empty: unknown."""
-
-    base_model: str = ""
-    """The target's name on the Hub."""
-    license: str = ""
-    """Licence of the draft or the samples, as the Hub names it (apache-2.0)."""
-    dataset: str = ""
-    """Name on the Hub of the samples that the draft was trained on."""
-
-
-@dataclass
-class TrainingPublishConfig:
-    """Where a draft is published at the end of its training."""
-
-    repo: str = ""
-    """Repository on the Hub, as me/my-draft; empty: the draft is not published."""
-    private: bool = False
-    """Make the repository visible only to you and your organisation."""
-    labels: HubLabels = field(default_factory=HubLabels)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,9 @@
 """The training loss of a position: a divergence between target and draft distribution, plus weighted further ones."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from decode.common.errors import UserError
-from decode.common.published import Name
-from decode.common.ranges import CountOrZero, at_least, inside
 from train.losses.divergences import (
     HASS_TOP_K,
     LOSSES,
@@ -20,28 +16,7 @@ from train.losses.divergences import (
     target_log_probs,
     top_k,
 )
-
-
-@dataclass
-class DivergenceConfig:
-    """How the loss compares the target's distribution p with the draft's distribution q."""
-
-    temperature: Annotated[float, at_least(0.001, 100)] = 1.0
-    """Temperature applied to both distributions before they are compared; hard_ce ignores it."""
-    top: CountOrZero = 0
-    """Compare only this many of the target's likeliest tokens one by one, and all others as one sum; 0: compare every
-    token. For top_k it is K; 0: 10."""
-    beta: Annotated[float, inside(0, 1)] = 0.5
-    """jsd: weight of p in the mixture of p and q, between 0 (forward KL) and 1 (reverse KL)."""
-    mix: dict[Name, Annotated[float, at_least(0)]] = field(default_factory=dict)
-    """Further divergences added to the loss with their weights, such as {hard_ce: 0.1}."""
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.mix) - set(LOSSES))
-        if unknown:
-            raise UserError(
-                f"divergence.mix: no divergence {unknown[0]!r}; there are {', '.join(LOSSES)}"
-            )
+from train.settings.training import DivergenceConfig
 
 
 class TargetDistribution(NamedTuple):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,14 +25,16 @@ from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
 from train.planning.estimates import TABLE_WIDTH
 from train.planning.resources import format_bytes
+from train.settings.training import LoopConfig
 from train.trainer import collective
 from train.trainer.acceptance_eval import AcceptanceEval
-from train.trainer.loop import LoopConfig, Training, out_of_memory_advice, train_step, window_means
+from train.trainer.loop import Training, out_of_memory_advice, train_step, window_means
+from train.trainer.settings import DistillConfig
 from train.trainer.throughput import peak_memory_bytes, report_out_of_memory
 
 
 def try_export(
-    s: Any, trainable: TrainableDraft, target: Target, acceptance_eval: AcceptanceEval
+    s: DistillConfig, trainable: TrainableDraft, target: Target, acceptance_eval: AcceptanceEval
 ) -> dict[str, float]:
     """Saves the draft to a temporary folder, loads it as decoding does, and measures it if the run will measure.
 

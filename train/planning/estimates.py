@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -16,8 +15,9 @@ from train.data.sample_store import SampleRow
 from train.planning import resources
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ReadingCost, ShapeRun, StepWorkload, made_up_rows
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig
 from train.trainer.on_policy import OnPolicyBuffer
+from train.trainer.settings import DistillConfig
 from train.trainer.throughput import FlopsByDtype
 
 TABLE_WIDTH = 56
@@ -40,7 +40,7 @@ def step_workload(rows: Sequence[SampleRow], s: LoopConfig, processes: int) -> S
     )
 
 
-def shape_run(s: Any) -> ShapeRun:
+def shape_run(s: DistillConfig) -> ShapeRun:
     """Target and draft of the settings `s` of train/distill.py, without weights."""
     return ShapeRun(s, load_config(s.target, "target", s.revision))
 
@@ -52,7 +52,7 @@ class FlopsCounter:
     computes in bf16. `on_policy`: where the draft generates rows, which takes operations too, in fp32 as its weights.
     """
 
-    def __init__(self, s: Any, mixed: bool, on_policy: OnPolicyBuffer | None = None):
+    def __init__(self, s: DistillConfig, mixed: bool, on_policy: OnPolicyBuffer | None = None):
         self.settings, self.mixed, self.on_policy = s, mixed, on_policy
 
     @functools.cached_property
@@ -102,14 +102,16 @@ class FlopsCounter:
         return flops
 
 
-def planned_rows(s: Any, max_length: int) -> Sequence[SampleRow]:
+def planned_rows(s: DistillConfig, max_length: int) -> Sequence[SampleRow]:
     """The samples, cut to `max_length` tokens; while a set is not there yet, one of that length, half of it labels."""
     if not all(Path(part.path).exists() for part in mixture.mixture_parts(s.data)):
         return made_up_rows(1, max_length, max_length // 2, max_length)
     return mixture.load(s.data, max_length, supervise=s.supervise, seed=s.seed)[0]
 
 
-def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, float]]:
+def estimate_resources(
+    s: DistillConfig, processes: int, mixed: bool
+) -> tuple[Table, dict[str, float]]:
     """(table of estimates for the settings of train/distill.py, its sums by name); `mixed`: the draft is in bf16."""
     config = load_config(s.target, "target", s.revision)
     text = config.get_text_config(decoder=True)

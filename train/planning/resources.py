@@ -21,7 +21,7 @@ from train.planning.shape_run import (
     TrainingCost,
     made_up_rows,
 )
-from train.trainer.on_policy import OnPolicyConfig
+from train.settings.training import OnPolicyConfig
 
 
 def memory_breakdown(run: ShapeRun, load: StepWorkload, mixed: bool) -> dict[str, int]:

@@ -29,6 +29,7 @@ from train.families.base import FamilyContext
 from train.families.settings.base import FamilySettings
 from train.teacher.live import compute_hidden_states
 from train.trainer.loop import build_optimizers
+from train.trainer.settings import DistillConfig
 
 aten = torch.ops.aten
 FUSED = aten._scaled_dot_product_flash_attention_for_cpu
@@ -300,7 +301,7 @@ class ReadingCost:
 class ShapeRun:
     """A target and a draft in training that have shapes and no data."""
 
-    def __init__(self, s: Any, config: Any):
+    def __init__(self, s: DistillConfig, config: Any):
         """`s` are the settings of train/distill.py, `config` is the target's; of draft.init only sizes are read."""
         layers = config.get_text_config(decoder=True).num_hidden_layers
         draft: FamilySettings = s.draft.planned(layers)

@@ -5,12 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
 from decode.common.run_dir import RunSettings
+from decode.common.target_settings import PlacedTargetSettings, SamplingParams
 from decode.common.template_choice import TemplateSetting
-from decode.distributed.placement import PlacedTargetSettings
-from decode.verification.sampling import SamplingParams
-from train.data.conversations import TurnSelection
-from train.data.filters import FilterConfig
-from train.data.sources import PromptSource
+from train.settings.data import FilterConfig, PromptSource, TurnSelection
 
 
 @dataclass

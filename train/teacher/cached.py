@@ -32,6 +32,7 @@ from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
+from train.settings.data import StatesServerConfig
 from train.teacher.feature_codec import (
     FeatureSchema,
     distribution_schema,
@@ -42,7 +43,7 @@ from train.teacher.feature_codec import (
 from train.teacher.feature_extraction import check_disk_space, extract_features
 from train.teacher.feature_store import DamagedShardError, FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
-from train.teacher.served import ServedTeacher, StatesServerConfig
+from train.teacher.served import ServedTeacher
 
 
 @dataclass(frozen=True)

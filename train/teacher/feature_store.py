@@ -22,8 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from decode.common import files, lock, run_dir
-from decode.common.disk_errors import disk_error, naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, disk_error, naming
 from decode.common.files import write_atomically
 from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference

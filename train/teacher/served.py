@@ -7,10 +7,9 @@ the folder holds no more than one batch of each process. Here the target has onl
 
 import asyncio
 import fcntl
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from decode.common.errors import UserError, one_line
 from decode.common.files import read_json_object
-from decode.common.ranges import CountOrZero, above, at_least
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import final_norm
 from decode.model.loading import Target
@@ -33,27 +31,11 @@ from decode.serving.running.completions import (
     open_client,
 )
 from train.data.batching import Batch
+from train.settings.data import StatesServerConfig
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 PLAUSIBLE = 5
 """The token that a server says to be most probable is among as many of those that its final states say."""
-
-
-@dataclass
-class StatesServerConfig:
-    url: str = ""
-    """The address of a vLLM server that extracts the target's hidden states (train/states_server.py starts one), such
-    as http://localhost:8000/v1; empty: the target runs in this process. The target's layers are not loaded here."""
-    folder: str = ""
-    """The folder in which the server writes hidden states, as it is seen from here. Files are deleted when read."""
-    model: str = ""
-    """The server's name for the target; empty: the only model that it serves."""
-    concurrency: Annotated[int, at_least(1, 4096)] = 16
-    """Requests that each process has open at the same time."""
-    timeout: Annotated[float, above(0, 86_400)] = 600.0
-    """Seconds until a request is given up and tried again."""
-    retries: CountOrZero = 8
-    """How often a request is repeated, after waits that double from 1 to 60 seconds."""
 
 
 class ServedTeacher(LiveTeacher):

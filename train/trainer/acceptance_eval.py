@@ -2,12 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.common.ranges import Count, DraftLength
 from decode.common.template_choice import with_template
 from decode.drafts.base import Draft
 from decode.engine.active_request import check_draft_length
@@ -17,20 +15,9 @@ from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance
 from train.data.prompts import Prompt, encode_prompt
 from train.data.sample_store import SampleRow
-from train.data.sources import DOMAINS, PromptSource, read_prompts
-
-
-@dataclass
-class AcceptanceEvalConfig:
-    """The fixed prompts on which τ and α are measured during training, with the real decoder."""
-
-    prompts: Count = 6
-    """How many; taken from the bundled training prompts, never from the evaluation prompts. Of an encoder-decoder,
-    which answers only what it was made for, they are the first prompts of the training data."""
-    k: DraftLength = 4
-    """Tokens drafted per round."""
-    max_new_tokens: Count = 32
-    """Longest answer."""
+from train.data.sources import DOMAINS, read_prompts
+from train.settings.data import PromptSource
+from train.settings.training import AcceptanceEvalConfig
 
 
 class AcceptanceEval:

@@ -20,8 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from decode.common import damage, files, run_dir
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError
+from decode.common.errors import UserError, naming
 from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference
 

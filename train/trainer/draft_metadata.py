@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from decode.checkpoints.draft_folder import (
     METADATA_FILE,
@@ -13,7 +12,7 @@ from decode.checkpoints.draft_folder import (
     write_metadata,
 )
 from decode.common import provenance, run_dir
-from decode.common.disk_errors import naming
+from decode.common.errors import naming
 from decode.common.settings import to_dict
 from decode.common.typed_json import from_json
 from decode.drafts.registry import DRAFT_FAMILIES
@@ -21,11 +20,12 @@ from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
+from train.trainer.settings import DistillConfig
 from train.trainer.tracking import NullTracker
 
 
 def build_metadata(
-    s: Any,
+    s: DistillConfig,
     target: Target,
     trainable: TrainableDraft,
     state: TrainingState,
@@ -51,7 +51,7 @@ def build_metadata(
 
 
 def save_draft(
-    s: Any, trainable: TrainableDraft, metadata: DraftMetadata, tracker: NullTracker
+    s: DistillConfig, trainable: TrainableDraft, metadata: DraftMetadata, tracker: NullTracker
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out, target = Path(s.out), metadata.target

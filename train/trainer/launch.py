@@ -8,22 +8,29 @@ nothing, and files of `accelerate config` always hold them: they count as said o
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from accelerate.utils import str_to_bool
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed, str_to_bool
+from rich.console import Console
 
 from decode.common import files
 from decode.common.errors import UserError, one_line
 from train.data import batching
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig, Precision
+from train.trainer import checkpoint, collective, on_policy, sharding
+from train.trainer.checkpoint import LaunchKind
+from train.trainer.settings import DistillConfig
+from train.trainer.tracking import check_tracker
 
 T = TypeVar("T")
-Precision = Literal["auto", "no", "bf16", "fp16"]
 
 OPTIONS = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping")
 """Options of the launcher's command line that say how to train."""
@@ -219,3 +226,97 @@ def check_parallelism(variables: Mapping[str, str], started: str) -> None:
                 f"the launcher asks for {wanted}, which Accelerate has on GPUs only, and started {started}: launch "
                 "without it (configs/accelerate/ddp8.yaml)"
             )
+
+
+# ---- the settings in force ----
+
+
+def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> DistillConfig:
+    """The settings in force, where the launcher also says how to train. UserError if it says something else."""
+    options = launcher_options(parent_words(), sys.argv[1:])
+    claims = read_claims(os.environ, options)
+    bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported()
+    return replace(
+        s,
+        mixed_precision=settle_precision(s.mixed_precision, claims, device_type, bf16),
+        loop=settle_loop(s.loop, claims, processes),
+    )
+
+
+def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
+    """(the settings in force, the accelerator of this process).
+
+    UserError for settings that cannot be trained, also by this parallelism, and for those that contradict the launcher.
+    """
+    with one_line_errors():
+        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    with collective.raise_on_all_ranks(state), one_line_errors():
+        s = follow_launcher(s, state.num_processes, state.device.type)
+    with one_line_errors():
+        # The loss is divided by the tokens of the whole step, so a micro-batch is not to be divided once more.
+        whole = GradientAccumulationPlugin(num_steps=1)
+        accelerator = Accelerator(
+            mixed_precision=s.mixed_precision, gradient_accumulation_plugin=whole
+        )
+    set_seed(s.seed)
+    with collective.raise_on_all_ranks(accelerator):
+        check_parallelism(os.environ, accelerator.distributed_type.value)
+        if accelerator.is_main_process:
+            for note in check_tracker(s.tracker, s.wandb, s.project):
+                sys.stderr.write(f"{note}\n")
+        sharding.check(accelerator, s.draft.family, s.loop)
+        on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
+        check_states_server(s)
+        check_placement(s)
+        check_attention(s, state.device.type)
+        if not s.overwrite:
+            checkpoint.check_launch(Path(s.out), LaunchKind.of(accelerator))
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    for line in sharding.configure_accelerator(accelerator, s.loop):
+        console.print(line)
+    return s, accelerator
+
+
+def in_force(s: DistillConfig, accelerator: Accelerator) -> str:
+    """The line that says how the draft is trained, by settings and launcher."""
+    rows = s.loop.batch_size // accelerator.num_processes
+    parts, size = math.ceil(rows / s.loop.micro_batch), min(rows, s.loop.micro_batch)
+    return (
+        f"{LaunchKind.of(accelerator)}, {accelerator.device}, loop.clip {s.loop.clip:g}, {s.loop.batch_size} samples a "
+        f"step ({parts} micro-batch(es) of {size} in a process)"
+    )
+
+
+def check_attention(s: DistillConfig, device_type: str) -> None:
+    """UserError for a way to attend that this device does not have."""
+    if s.draft.attention == "flex" and device_type != "cuda":
+        raise UserError(
+            f"draft.attention flex needs CUDA, and this is {device_type}: choose blockwise, in as little memory"
+        )
+
+
+def check_states_server(s: DistillConfig) -> None:
+    """UserError for settings that need the target's layers, if a server has them."""
+    if not s.states.url:
+        return
+    needs = {
+        "loop.eval_every measures acceptance with the target": s.loop.eval_every > 0,
+        "on_policy.share lets the target read the draft's texts": s.on_policy.share > 0,
+        "dry_run tries the target": s.dry_run,
+        f"draft.family {s.draft.family} trains the target": s.draft.trains_target,
+    }
+    for reason, applies in needs.items():
+        if applies:
+            raise UserError(
+                f"states.url: the target's layers are not loaded, and {reason}: set it to 0 or another, or drop "
+                "states.url"
+            )
+
+
+def check_placement(s: DistillConfig) -> None:
+    """UserError for a family that trains the target itself, if its layers are not all on one device."""
+    if s.placement.kind != "single" and s.draft.trains_target:
+        raise UserError(
+            f"placement.kind {s.placement.kind}: draft.family {s.draft.family} trains the target, which must be on "
+            "one device: leave it at single, or choose another family"
+        )

@@ -36,6 +36,7 @@ from train.losses import chunked_sums, divergences
 from train.teacher.feature_extraction import CPU_MICROBATCH_TOKENS, MICROBATCH_TOKENS, microbatches
 from train.teacher.live import compute_hidden_states
 from train.trainer import checkpoint, collective
+from train.trainer.settings import DistillConfig
 
 CHOICE_FILE = "layer_choice.json"
 
@@ -70,7 +71,7 @@ class LayerChoice:
 
 
 def settle_layers(
-    s: Any,
+    s: DistillConfig,
     accelerator: Accelerator,
     trainable: TrainableCausal,
     rows: Mixture,

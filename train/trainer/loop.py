@@ -9,9 +9,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,67 +23,16 @@ from decode.common.command import DeferredStop
 from decode.common.errors import UserError
 from decode.common.memory import keep_freed_memory
 from decode.common.progress import ProgressBars, progress_bars
-from decode.common.ranges import Count, CountOrZero, LearningRate, above, at_least
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
+from train.settings.training import LoopConfig
 from train.teacher.cached import Teacher
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
 from train.trainer.muon import Muon
 from train.trainer.throughput import FlopsByDtype, ThroughputMeter, report_out_of_memory
 from train.trainer.tracking import NullTracker
-
-
-@dataclass
-class LoopConfig:
-    """Optimiser, batch sizes, and how often to log, measure and save."""
-
-    steps: CountOrZero = 1000
-    """Optimiser steps."""
-    epochs: Annotated[float, at_least(0)] = 0.0
-    """Passes over the samples, used in place of `steps`; 0: `steps` is used."""
-    batch_size: Count = 16
-    """Samples per optimiser step, summed over processes and micro-batches."""
-    micro_batch: Count = 16
-    """Samples per forward pass of each process; a lower value needs less memory and gives the same result. The
-    launcher's gradient_accumulation_steps replaces the default."""
-    pack: bool = False
-    """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
-    lr: LearningRate = 1e-3
-    """Peak learning rate of AdamW."""
-    muon_lr: Annotated[float, at_least(0, 10)] = 0.0
-    """Peak learning rate of Muon for the weight matrices inside layers, such as 0.02; 0: AdamW trains them as well."""
-    warmup: CountOrZero = 50
-    """Steps of linear warm-up; afterwards the learning rate falls to a tenth of its peak along a cosine."""
-    weight_decay: Annotated[float, at_least(0, 100)] = 0.0
-    """Decoupled weight decay of AdamW and Muon."""
-    clip: Annotated[float, above(0)] = 1.0
-    """The gradient is scaled down to this norm where its norm is larger. The launcher's gradient_clipping replaces the
-    default."""
-    max_length: Count = 512
-    """Tokens; longer samples are cut."""
-    log_every: Count = 10
-    """Steps between lines of the log."""
-    eval_every: CountOrZero = 100
-    """Steps between measurements of τ and α with the decoder; 0: never."""
-    save_every: Count = 100
-    """Steps between checkpoints."""
-    keep: Count = 2
-    """How many of the newest checkpoints to keep; 1 keeps two as well, so that a damaged one costs little."""
-    keep_best: bool = False
-    """Saves the draft with the highest measured τ instead of the last one, and keeps its checkpoint. Differences of τ
-    are meaningful only if check.prompts is large."""
-
-    def __post_init__(self) -> None:
-        if self.keep_best and self.eval_every == 0:
-            raise UserError("loop.keep_best needs measurements of τ: give loop.eval_every")
-
-    def resolve_epochs(self, samples: int) -> "LoopConfig":
-        """The same settings with `steps` computed from `epochs`, if `epochs` is given."""
-        if self.epochs == 0:
-            return self
-        return replace(self, steps=math.ceil(self.epochs * samples / self.batch_size), epochs=0.0)
 
 
 def lr_multiplier(step: int, s: LoopConfig) -> float:

@@ -7,53 +7,25 @@ a run that is resumed after a kill reads the same rows.
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from accelerate import Accelerator
 
 from decode.common.errors import UserError
-from decode.common.ranges import Count, Share
 from decode.engine.engine import decode
 from decode.model.loading import Target
-from decode.verification.sampling import SamplingParams
 from train.data import batching, sample_store
 from train.data.manifest import set_damaged_aside
 from train.data.mixture import Mixture, source_at
 from train.data.sample_store import SampleRow, check_shard
 from train.families.base import TrainableDraft
 from train.families.registry import family_settings
-from train.trainer.loop import LoopConfig
+from train.settings.training import OnPolicyConfig
+from train.trainer.settings import DistillConfig
 
 PROMPT_SEED_OFFSET = 1_000_003  # added to the seed, so that prompts come in another order than rows
-
-
-@dataclass
-class OnPolicyConfig:
-    """Training on rows that the draft generates itself."""
-
-    share: Share = 0.0
-    """Share of a step's rows that the draft generates; 0: none, 1: all, so that the data only gives prompts."""
-    every: Count = 100
-    """Steps after which the current draft generates new rows; each row is read once."""
-    max_new_tokens: Count = 64
-    """Tokens of a continuation at most."""
-    batch_size: Count = 32
-    """Prompts continued together by each process."""
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
-    """How the draft's tokens are sampled."""
-
-
-class OnPolicyRunConfig(Protocol):
-    """The settings of train/distill.py that are read here."""
-
-    on_policy: OnPolicyConfig
-    loop: LoopConfig
-    seed: int
-    out: str
 
 
 def check_supported(s: OnPolicyConfig, family: str, features: str, sharded: bool) -> None:
@@ -74,7 +46,7 @@ def check_supported(s: OnPolicyConfig, family: str, features: str, sharded: bool
         )
 
 
-def round_rows(s: OnPolicyRunConfig, step: int) -> tuple[int, range]:
+def round_rows(s: DistillConfig, step: int) -> tuple[int, range]:
     """(first step of the round that `step` belongs to, numbers of the rows that the draft generates for it)."""
     every = s.on_policy.every
     first = step // every * every
@@ -84,12 +56,12 @@ def round_rows(s: OnPolicyRunConfig, step: int) -> tuple[int, range]:
     return first, range(before, after)
 
 
-def round_folder(s: OnPolicyRunConfig, first: int, count: int) -> Path:
+def round_folder(s: DistillConfig, first: int, count: int) -> Path:
     """Where the `count` rows of the round that begins with step `first` are kept."""
     return Path(s.out) / "on_policy" / f"step-{first:06d}-{count}"
 
 
-def find_damage(s: OnPolicyRunConfig, step: int) -> str:
+def find_damage(s: DistillConfig, step: int) -> str:
     """What a run that resumes after `step` steps lacks of the rows of its round, "" for nothing.
 
     In the middle of a round they cannot be generated again: the weights that the round began with are gone.
@@ -117,7 +89,7 @@ class OnPolicyBuffer:
 
     def __init__(
         self,
-        s: OnPolicyRunConfig,
+        s: DistillConfig,
         rows: Mixture,
         trainable: TrainableDraft,
         target: Target,

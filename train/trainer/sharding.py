@@ -12,7 +12,7 @@ from decode.common.errors import UserError
 from train.families.base import TrainableDraft
 from train.families.causal import TrainableCausal
 from train.families.registry import family_settings
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig
 
 NOT_THIS_STAGE = {
     0: "shards nothing: set zero_stage to 2, or use plain data parallelism (configs/accelerate/ddp8.yaml)",

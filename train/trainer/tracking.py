@@ -19,23 +19,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from decode.common import damage
-from decode.common.disk_errors import naming
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, first_line, naming
 from decode.common.files import write_atomically
 from decode.common.secret_patterns import redact
+from train.settings.training import TrackerName, WandbMode
 
 LOG = logging.getLogger(__name__)
 
-TrackerName = Literal["wandb", "tensorboard", "trackio", "none"]
 TRACKERS = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
 """{setting: name in messages}; the last two are those of Accelerate."""
-WandbMode = Literal["auto", "online", "offline", "disabled"]
 DEFAULT_PROJECT = "draftsmith"
 TRUE = ("1", "true", "yes", "on", "y", "t")
 """What turns WANDB_DISABLED on, in capitals or not."""

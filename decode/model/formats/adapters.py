@@ -23,8 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from decode.common import damage
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError, one_line
+from decode.common.errors import UserError, disk_error, one_line
 from decode.common.files import read_json_object, write_atomically
 from decode.model.formats import tied_heads
 from decode.model.formats.made_folders import made_folder

@@ -22,8 +22,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from decode.common import damage
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import write_atomically
 from decode.model.formats.gguf_architectures import build_config, list_weights
 from decode.model.formats.gguf_reader import part_names, read_gguf, write_safetensors

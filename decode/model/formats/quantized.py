@@ -22,8 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decode.common.disk_errors import disk_error
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import read_json_object, write_atomically
 from decode.model.formats.made_folders import made_folder
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from decode.distributed.placement import PlacementConfig, run_placed
+from decode.common.target_settings import PlacementConfig
+from decode.distributed.placement import run_placed
 from tests.decode.distributed.test_placement import what_the_leader_computes
 
 run_placed(PlacementConfig("tensor_parallel"), partial(what_the_leader_computes, *sys.argv[1:]))

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from decode.common.target_settings import PlacementConfig
 from decode.common.typed_json import from_json, to_json
 from decode.distributed import placement
-from decode.distributed.placement import PlacementConfig
 from decode.model import fingerprint, loading
 from decode.model.fingerprint import ModelFingerprint, difference, weights_fingerprint
 from decode.model.loading import load_target

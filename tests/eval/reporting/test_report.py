@@ -133,7 +133,9 @@ def parsed(report: dict[str, Any]) -> EvalReport:
 
 
 def both(report: dict[str, Any]) -> list[str]:
-    return [render.render_markdown(parsed(report)), render.render_html(parsed(report))]
+    """Its texts as Markdown and as HTML, where a cell's interval is an element of its own."""
+    page = re.sub(r'<span class="interval">(.*?)</span>', r"\1", render.render_html(parsed(report)))
+    return [render.render_markdown(parsed(report)), page]
 
 
 def svgs(page: str) -> list[ElementTree.Element]:
@@ -193,6 +195,23 @@ def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
 
 def captions(page: str) -> list[str]:
     return re.findall("<figcaption>(.*?)</figcaption>", page)
+
+
+def test_the_page_fits_wide_and_narrow_screens(report: dict[str, Any]) -> None:
+    """Bug: plots in the left half, cells that a phone shows without their heading, a path as the title, and the same
+    rows twice, under "all" and under the only task."""
+    report["target"]["name"] = "/data/models/Some-Model-1B/"
+    report["methods"] = [m for m in report["methods"] if m["task"] != "prose"]
+    report["methods"] += [m | {"temperature": 1.0, "tau": None} for m in report["methods"]]
+    page, text = render.render_html(parsed(report)), render.render_markdown(parsed(report))
+    assert "<h1>Speculative decoding of Some-Model-1B</h1>" in page
+    assert text.startswith("# Speculative decoding of Some-Model-1B\n")
+    assert page.count("<td") == page.count('<td data-name="') > 50
+    assert page.count('<figure class="several"') == 4  # a panel for each temperature, but of τ
+    assert page.count("<figure role") == 1
+    rows = re.findall("^\\| eagle3 \\| 3 \\| 40 .*", text, re.MULTILINE)
+    assert len(rows) == 2  # one for each temperature
+    assert "code" not in re.findall(r"</span> (.*?)</li>", page)
 
 
 def test_html_stands_alone(report: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ from decode.model.loading import Target
 from eval.tasks import row_files
 from eval.tasks.loading import Task, load_task_prompts, task_version
 from tests.rows import byte_target
-from train.data.sources import PromptSource, ReadLog, evaluation_texts, read_prompts, stream_prompts
+from train.data.sources import ReadLog, evaluation_texts, read_prompts, stream_prompts
+from train.settings.data import PromptSource
 
 ROWS = [{"prompt": f"zq{i} say {i * 3} é\u2028 words", "n": i} for i in range(12)]
 TEXTS = [str(row["prompt"]) for row in ROWS]

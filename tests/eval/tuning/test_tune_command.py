@@ -27,7 +27,7 @@ from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only
 from eval.metrics.speedup_model import recommended_k_range
 from eval.results.report import TreeRecord
-from eval.results.tuned import TunedReport
+from eval.results.tuned import PredictedCell, TunedReport
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.config import TuneConfig, interleave_groups, tree_stage
 from eval.tuning.selection import (
@@ -100,34 +100,18 @@ def test_predictions_see_only_the_other_half(odd: int) -> None:
         for k, own in samples.items()
     }
     fold = 1 - odd  # calibrates on the half that stayed
-    before, after = (
-        {
-            c.k: c.predicted
-            for c in cross_validated_predictions(s, (2, 6), **PLACE)
-            if c.fold == fold
-        }
-        for s in (samples, changed)
-    )
-    assert before == after
-    measured, changes = (
-        {c.k: c.measured for c in cross_validated_predictions(s, (2, 6), **PLACE) if c.fold == fold}
-        for s in (samples, changed)
-    )
-    assert all(
-        measured[k] != changes[k] for k in measured
-    )  # what is measured is the half that changed
+
+    def cells(records: dict[int, list[DecodeRecord]]) -> dict[int, PredictedCell]:
+        found = cross_validated_predictions(records, (2, 6), **PLACE)
+        return {c.k: c for c in found if c.fold == fold}
+
+    before, after = cells(samples), cells(changed)
+    for k, cell in before.items():
+        assert cell.predicted == after[k].predicted
+        assert cell.measured != after[k].measured  # that is the half that changed
     # nor does the draft length that is predicted say anything on the calibrating half
     without = {**samples, 3: [sample(i, [(3, 0)] * 7, 99) for i in range(8)]}
-    for fold in (0, 1):
-        one, other = (
-            [
-                c.predicted
-                for c in cross_validated_predictions(s, (2, 6), **PLACE)
-                if (c.fold, c.k) == (fold, 3)
-            ]
-            for s in (samples, without)
-        )
-        assert one == other
+    assert cells(without)[3].predicted == before[3].predicted
 
 
 def test_too_little_is_not_predicted() -> None:
@@ -142,10 +126,6 @@ def test_too_little_is_not_predicted() -> None:
 
 
 # ---- choice ----
-
-
-def swept(settings: dict[Method, list[DecodeRecord]]) -> TimingResult:
-    return TimingResult(settings)
 
 
 def test_the_choice_is_the_fastest_of_each_domain() -> None:
@@ -166,8 +146,8 @@ def test_the_choice_is_the_fastest_of_each_domain() -> None:
         fixed: own(3, {"code": 2, "prose": 2}, 20),
     }
     stages = [
-        (SweepStage("chains", (), 0.0, 1), swept(chains)),
-        (SweepStage("trees", (), 0.0, 1), swept(slow_day)),
+        (SweepStage("chains", (), 0.0, 1), TimingResult(chains)),
+        (SweepStage("trees", (), 0.0, 1), TimingResult(slow_day)),
     ]
     found = {c.task: c for c in select_fastest_settings(stages, 0)}
     assert found["code"].k == 6
@@ -189,19 +169,15 @@ def test_served_lengths_are_those_of_chains() -> None:
         batch: int, temperature: float, gains: dict[Method, int]
     ) -> tuple[SweepStage, TimingResult]:
         arms = {arm: own(2 if arm.shape else arm.k, gain) for arm, gain in gains.items()}
-        return SweepStage("chains", (), temperature, batch), swept(
-            {PLAIN_DECODING: own(0, 0), **arms}
-        )
+        found = TimingResult({PLAIN_DECODING: own(0, 0), **arms})
+        return SweepStage("chains", (), temperature, batch), found
 
     tree = Method("d", k=4, shape=tree_from_paths([[0], [1], [0, 0]]))
     lossy = Method("lossy", k=7, rule="typical")
+    cold = {Method("d", k=3): 1, Method("d", k=2): 0, tree: 2, Method("ngram", k=6): 5, lossy: 6}
     stages = [
         stage(1, 1.0, {Method("d", k=2): 0, Method("d", k=5): 1}),
-        stage(
-            1,
-            0.0,
-            {Method("d", k=3): 1, Method("d", k=2): 0, tree: 2, Method("ngram", k=6): 5, lossy: 6},
-        ),
+        stage(1, 0.0, cold),
         stage(8, 0.0, {Method("d", k=8): 7}),
     ]
     tuned = TunedReport(
@@ -226,16 +202,14 @@ def test_served_lengths_are_those_of_chains() -> None:
 def test_the_held_out_speedup_is_not_flattered() -> None:
     """Catches the luck of the best of many: 20 arms that are all worth 1.0 must not look faster when held out."""
     rng = random.Random(1)
-    options: list[tuple[Method, dict[Method, list[DecodeRecord]]]] = []
     lucky, honest = [], []
     for _ in range(30):
         own = {PLAIN_DECODING: [sample(i, [(0, 0)] * 50, 10) for i in range(8)]}
         for k in range(1, 21):
-            own[Method("d", k=k)] = [
-                sample(i, [(k, 0)] * 50, 10 * rng.uniform(0.7, 1.3)) for i in range(8)
-            ]
+            times = [10 * rng.uniform(0.7, 1.3) for _ in range(8)]
+            own[Method("d", k=k)] = [sample(i, [(k, 0)] * 50, ms) for i, ms in enumerate(times)]
         options = [(arm, own) for arm in own if arm != PLAIN_DECODING]
-        best = fastest_setting([swept(own)], "d", "all", 0, temperature=0.0, batch_size=1)
+        best = fastest_setting([own], "d", 0, task="all", temperature=0.0, batch_size=1)
         assert best is not None
         lucky.append(best.speedup.value)
         honest.append(held_out_speedup(options))
@@ -276,13 +250,14 @@ def test_ranks_of_a_round() -> None:
     tree = comb_tree(3, 2)
     assert tree_paths(tree) == [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
     proposed = [10, 11, 20, 21, 30, 31]
-    assert emitted_ranks(record(proposed, [10, 20, 30, 99]), tree) == [(0, 0), (1, 0), (2, 0)]
-    assert emitted_ranks(record(proposed, [10, 21, 55]), tree) == [(0, 0), (1, 1)]
-    assert emitted_ranks(record(proposed, [11, 20]), tree) == [(0, 1)]
-    assert emitted_ranks(record(proposed, [77]), tree) == [(0, None)]
-    assert emitted_ranks(record(proposed, [10]), tree) == [
-        (0, 0)
-    ]  # ended by EOS: nothing is known below
+    for tokens, ranks in (
+        ([10, 20, 30, 99], [(0, 0), (1, 0), (2, 0)]),
+        ([10, 21, 55], [(0, 0), (1, 1)]),
+        ([11, 20], [(0, 1)]),
+        ([77], [(0, None)]),
+        ([10], [(0, 0)]),  # ended by EOS: nothing is known below
+    ):
+        assert emitted_ranks(record(proposed, tokens), tree) == ranks
     assert emitted_ranks(record(proposed[:4], [10, 20]), tree) == []  # cut at the context
 
 
@@ -511,16 +486,8 @@ def test_exits_are_swept_with_every_length(tmp_path: Path) -> None:
     assert set(cells) == {(e, k) for e in (1, 2, 3) for k in (1, 2, 4)}
     assert [cells[e, 2]["alpha"] == 1 for e in (1, 2, 3)] == [False, True, True]
     assert cells[3, 4]["setting"] == "E = 3, K = 4"
-    assert {c["layers"] for c in tuned["predictions"]["cells"] if c["method"] == "early-exit"} == {
-        1,
-        2,
-        3,
-    }
-    assert {c["layers"] for c in tuned["cells"] if c["method"] == "early-exit" and c["tree"]} == {
-        1,
-        2,
-        3,
-    }
+    own = [*tuned["predictions"]["cells"], *(c for c in tuned["cells"] if c["tree"])]
+    assert {c["layers"] for c in own if c["method"] == "early-exit"} == {1, 2, 3}
     assert all(c["layers"] == 0 for c in tuned["cells"] if c["method"] == "ngram")
     (chosen,) = (c for c in tuned["chosen"] if c["method"] == "early-exit")
     settings = yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text())

@@ -12,7 +12,8 @@ from tests import worlds
 from tests.rows import file_sources, sample, save_byte_target, write_rows
 from train.data import sample_store
 from train.data.manifest import read_manifest
-from train.data.sources import REFUSED, PromptSource, ReadLog, stream_prompts
+from train.data.sources import REFUSED, ReadLog, stream_prompts
+from train.settings.data import PromptSource
 
 STRICT_TEMPLATE = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('roles must begin with the user') }}{% endif %}"

@@ -33,7 +33,8 @@ from train.data.prompts import (
     make_prompt,
     prompt_text,
 )
-from train.data.sources import UNANSWERED, PromptSource, ReadLog, read_prompts, stream_prompts
+from train.data.sources import UNANSWERED, ReadLog, read_prompts, stream_prompts
+from train.settings.data import PromptSource
 
 TEMPLATE = (
     "{% if tools %}<2>tools {{ tools | tojson }}<1>\n{% endif %}"

@@ -10,11 +10,11 @@ from train.data.filters import (
     MINHASH_COUNT,
     WRONG_LENGTHS,
     EvaluationOverlap,
-    FilterConfig,
     NearDuplicates,
     PromptFilter,
     minhash_signature,
 )
+from train.settings.data import FilterConfig
 
 WORDS = [f"w{i}" for i in range(500)]
 

@@ -21,16 +21,9 @@ from tests.train.data.test_manifest import MANIFEST
 from tests.worlds import byte_tokenizer
 from train.data.batching import shuffled_index
 from train.data.manifest import write_manifest
-from train.data.mixture import (
-    DataSpec,
-    Mixture,
-    MixturePart,
-    data_manifests,
-    load,
-    mixture_parts,
-    source_at,
-)
+from train.data.mixture import Mixture, data_manifests, load, mixture_parts, source_at
 from train.data.sample_store import SampleRow, read_shards, write_shard
+from train.settings.data import DataSpec, MixturePart
 
 TARGET = tiny_target(tiny_model("llama"))
 

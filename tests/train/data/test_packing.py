@@ -25,18 +25,18 @@ from tests.train.families.test_heads_training import (
 from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families import ttt_attention
 from train.families.base import FamilyContext
-from train.families.head_loss import LossWeights
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
 from train.families.settings.medusa import Medusa2Settings
 from train.families.settings.mtp import MtpSettings
+from train.settings.training import LossWeights
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.live import compute_hidden_states
+from train.trainer.settings import DistillConfig
 
 FAMILY = {
     "causal": CausalSettings(layers=[0, 1]),

@@ -26,12 +26,12 @@ from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_tex
 from train.data.sources import (
     BUNDLED_PROMPTS,
     REPEATS,
-    PromptSource,
     ReadLog,
     evaluation_texts,
     read_prompts,
     stream_prompts,
 )
+from train.settings.data import PromptSource
 
 WORDS = ["<s>", "[user]", "[assistant]", "hello", "world", "<unk>"]
 TEMPLATE = (

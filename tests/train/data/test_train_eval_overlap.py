@@ -7,13 +7,8 @@ import pytest
 from train.data import python_corpus
 from train.data.filters import EvaluationOverlap
 from train.data.prompts import prompt_text
-from train.data.sources import (
-    BUNDLED_PROMPTS,
-    DOMAINS,
-    PromptSource,
-    evaluation_texts,
-    read_prompts,
-)
+from train.data.sources import BUNDLED_PROMPTS, DOMAINS, evaluation_texts, read_prompts
+from train.settings.data import PromptSource
 
 TRAINING, EVALUATION = 150, 40  # prompts a domain, at least
 

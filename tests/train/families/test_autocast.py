@@ -8,11 +8,11 @@ import torch
 
 from tests.tiny import tiny_target
 from tests.train.families.test_heads_training import SAMPLES, collate, model_of
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
 from train.families.settings.medusa import MedusaSettings
+from train.trainer.settings import DistillConfig
 
 DRAFTS = {
     "causal": CausalSettings(layers=[0, 2]),

@@ -24,12 +24,13 @@ from tests.decode.verification.test_exact_distribution import small
 from tests.tiny import noisy, tiny_config, tiny_model, tiny_prompts
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import build_causal_lm, random_init_config
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
-from train.trainer.loop import LoopConfig, build_optimizers
+from train.settings.training import LoopConfig
+from train.trainer.loop import build_optimizers
+from train.trainer.settings import DistillConfig
 
 WEIGHTS = "model.safetensors"
 PADDED = 280  # logits of the target: more than the tokenizer's 268 tokens

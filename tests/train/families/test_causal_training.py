@@ -18,7 +18,8 @@ from train.families.causal import CausalTrainer
 from train.losses import chunked_sums
 from train.losses.chunked_sums import max_chunk_rows
 from train.losses.divergences import acceptance, forward_kl
-from train.losses.objective import Criterion, DivergenceConfig
+from train.losses.objective import Criterion
+from train.settings.training import DivergenceConfig
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 Learned = tuple[dict[str, float], dict[str, Tensor]]

@@ -14,12 +14,12 @@ from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.batching import Batch
-from train.distill import DistillConfig
 from train.families import dflash
 from train.families.base import FamilyContext
 from train.families.block_loss import BlockLoss
 from train.families.registry import family_settings
 from train.families.slots import Retention, draw_depths
+from train.trainer.settings import DistillConfig
 
 K = 4
 

@@ -42,17 +42,17 @@ from tests.worlds import Done
 from train.data import batching, sample_store, vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families import eagle, head_loss, medusa, ttt_attention
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.head_loss import LossWeights
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
 from train.families.settings.medusa import MedusaSettings
 from train.losses import chunked_sums, divergences
+from train.settings.training import LossWeights
 from train.trainer.loop import window_means
+from train.trainer.settings import DistillConfig
 
 STEPS, TAPS = 4, [0, 1, 2]
 ROPE = rope("llama3", rope_theta=5e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)

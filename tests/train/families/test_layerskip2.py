@@ -27,7 +27,6 @@ from tests.train.families.test_layerskip_training import accepted, drafted_logit
 from tests.worlds import World
 from train.data import batching
 from train.data.batching import Batch
-from train.distill import DistillConfig
 from train.families import layerskip2
 from train.families.base import FamilyContext
 from train.families.layerskip2 import (
@@ -39,6 +38,7 @@ from train.families.layerskip2 import (
 )
 from train.families.lora_target import LoraTarget
 from train.families.settings.layerskip import LayerSkip2Settings
+from train.trainer.settings import DistillConfig
 
 LAYERS = 4
 STEP = 6

@@ -18,12 +18,12 @@ from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.batching import Batch
-from train.distill import DistillConfig
 from train.families import layerskip
 from train.families.base import FamilyContext
 from train.families.layerskip import ExitTrainer
 from train.families.settings.layerskip import LayerSkipSettings
 from train.teacher.live import LiveTeacher, TeacherOutput
+from train.trainer.settings import DistillConfig
 
 AHEAD = 3
 """Tokens of the text that follow a position and are drafted as if the draft had chosen them."""

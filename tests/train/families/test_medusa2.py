@@ -23,11 +23,10 @@ from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_targ
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
-from train.families.head_loss import LossWeights
 from train.families.lora_target import LoraTarget
 from train.families.settings.base import FamilySettings
 from train.families.settings.medusa import Medusa2Settings
-from train.losses.objective import DivergenceConfig
+from train.settings.training import DivergenceConfig, LossWeights
 
 
 @dataclass

@@ -18,11 +18,11 @@ from tests.heads import randomise
 from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from train.data import batching
-from train.distill import DistillConfig
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext
 from train.families.head_loss import SupervisedRows
 from train.families.settings.mtp import MtpSettings
+from train.trainer.settings import DistillConfig
 
 STEPS = 3
 

@@ -16,11 +16,9 @@ from tests.tiny import rope, tiny_model, tiny_prompts, tiny_target
 from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families import head_loss
 from train.families.base import FamilyContext
 from train.families.eagle import EagleTrainer
-from train.families.head_loss import LossWeights
 from train.families.settings.base import FamilySettings
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.causal import CausalSettings
@@ -29,6 +27,8 @@ from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
 from train.families.settings.layerskip import LayerSkipSettings
 from train.families.settings.medusa import MedusaSettings
 from train.families.settings.mtp import MtpSettings
+from train.settings.training import LossWeights
+from train.trainer.settings import DistillConfig
 
 K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 """The first token comes with the prompt; a perfect draft gives the rest in 6 rounds of 4."""

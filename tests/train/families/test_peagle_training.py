@@ -12,10 +12,10 @@ from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_dflash_training import inputs_of
 from tests.train.families.test_pard_training import leaking_mask, masks_of_all_blocks
 from train.data import batching
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.settings.blocks import PEagleSettings
 from train.families.slots import BlockMask
+from train.trainer.settings import DistillConfig
 
 K = 3
 

@@ -28,18 +28,18 @@ from tests.train.families.test_heads_training import SAMPLES, assert_same
 from tests.train.test_distill_command import COMMAND, STEPS, WEIGHTS, arguments, distill, facts_of
 from tests.worlds import Done, World
 from train.data import batching, sample_store, vocab_mapping
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import CausalTrainer
 from train.families.settings.base import FamilySettings, vocab_size
 from train.families.settings.causal import CausalSettings
 from train.hub import publish
 from train.hub.evidence import Evidence
-from train.hub.upload import HubLabels
 from train.losses import chunked_sums
-from train.losses.objective import Criterion, DivergenceConfig
+from train.losses.objective import Criterion
 from train.planning.shape_run import LOGITS, ShapeRun, made_up_rows
+from train.settings.training import DivergenceConfig, HubLabels
 from train.teacher.live import LiveTeacher
+from train.trainer.settings import DistillConfig
 
 IDS = torch.arange(1, VOCAB, 3)
 SIZE = 60  # of the world's 268 tokens

@@ -21,7 +21,7 @@ from train.hub import model_card, serving
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.evidence import Evidence
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

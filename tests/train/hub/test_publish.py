@@ -29,10 +29,10 @@ from tests.hub import Hub
 from tests.worlds import Done, World
 from train.data import sample_store
 from train.data.manifest import Manifest, load_set, write_manifest
-from train.distill import DistillConfig
 from train.hub import publish, upload
 from train.hub.evidence import Evidence
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
+from train.trainer.settings import DistillConfig
 
 COMMAND = "scripts/publish.py"
 

@@ -26,10 +26,10 @@ from tests.worlds import ROOT
 from train.data import sample_store
 from train.data.manifest import Manifest, read_manifest, write_manifest
 from train.data.mixture import DataManifests
-from train.distill import DistillConfig
 from train.hub import publish, redaction, upload
 from train.hub.evidence import Evidence
-from train.hub.upload import HubLabels
+from train.settings.training import HubLabels
+from train.trainer.settings import DistillConfig
 
 PUBLISHED: dict[str, Any] = {
     "draftsmith.json": DraftMetadata,

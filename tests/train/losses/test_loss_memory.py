@@ -24,7 +24,8 @@ from train.losses.divergences import (
     log_probs,
     top1,
 )
-from train.losses.objective import Criterion, DivergenceConfig
+from train.losses.objective import Criterion
+from train.settings.training import DivergenceConfig
 
 V, N, H = 151_936, 2048, 64  # Qwen's vocabulary
 WHOLE = 4 * N * V  # bytes of one fp32 tensor over all positions: 1.2 GB

@@ -9,7 +9,6 @@ from torch import Tensor
 from decode.common.errors import UserError
 from decode.common.settings import parse_settings
 from tests.train.losses.test_divergences import IDS, logits
-from train.distill import DistillConfig
 from train.losses.divergences import (
     LOSSES,
     acceptance,
@@ -19,8 +18,10 @@ from train.losses.divergences import (
     reverse_kl,
     tv,
 )
-from train.losses.objective import Criterion, DivergenceConfig
+from train.losses.objective import Criterion
+from train.settings.training import DivergenceConfig
 from train.teacher.feature_codec import pack_distribution, unpack_log_probs
+from train.trainer.settings import DistillConfig
 
 every_name = pytest.mark.parametrize("name", LOSSES)
 CONVEX = ["forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha"]

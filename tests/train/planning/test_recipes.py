@@ -35,11 +35,11 @@ from train.data import batching, sample_store
 from train.data.conversations import Conversation
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
-from train.distill import DistillConfig
 from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
 from train.sampling.rows import make_row
+from train.trainer.settings import DistillConfig
 
 RECIPES = worlds.ROOT / "configs" / "distill"
 PEAK = 989e12  # bf16 operations a second of an H100 or H200

@@ -20,7 +20,6 @@ from tests.seq2seq import tiny_t5
 from tests.tiny import tiny_config
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.registry import TRAINED_FAMILIES, family_settings
 from train.families.settings.medusa import MedusaSettings
@@ -35,7 +34,8 @@ from train.planning.shape_run import (
     StepWorkload,
     made_up_rows,
 )
-from train.trainer.loop import LoopConfig
+from train.settings.training import LoopConfig
+from train.trainer.settings import DistillConfig
 
 VOCAB, LENGTH = 256, 89
 LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
@@ -280,7 +280,7 @@ LARGE = """
 import re, time
 from pathlib import Path
 from tests.train.planning.test_recipes import config_of
-from train.distill import DistillConfig
+from train.trainer.settings import DistillConfig
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
 s = DistillConfig(target="Qwen/Qwen3-8B", target_dtype="bfloat16", draft=Eagle3Settings())

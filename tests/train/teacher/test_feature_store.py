@@ -30,7 +30,6 @@ from train.data import batching, sample_store
 from train.data.batching import Batch
 from train.data.manifest import Manifest, write_manifest
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
@@ -40,6 +39,7 @@ from train.teacher import feature_codec, feature_extraction, feature_store
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.feature_store import FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
+from train.trainer.settings import DistillConfig
 
 TAPS = HiddenStateSpec((0, 1, 2))
 FAMILY: dict[str, FamilySettings] = {

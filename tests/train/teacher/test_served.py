@@ -22,8 +22,9 @@ from tests.train.sampling.stand_in import StandIn, serving
 from tests.train.teacher.test_feature_store import rows_of
 from tests.worlds import World
 from train.data import batching
+from train.settings.data import StatesServerConfig
 from train.teacher.live import LiveTeacher
-from train.teacher.served import LAYERS_FILE, ServedTeacher, StatesServerConfig, served_layers
+from train.teacher.served import LAYERS_FILE, ServedTeacher, served_layers
 
 TAPS = HiddenStateSpec((1, 0))
 """Not in rising order, as a server gives them."""

@@ -26,8 +26,8 @@ from tests.train.test_distill_command import (
     norms_of,
 )
 from tests.worlds import Done, World
+from train.settings.training import LoopConfig
 from train.trainer import sharding
-from train.trainer.loop import LoopConfig
 
 pytestmark = pytest.mark.slow
 SHARDED = "tests/fsdp2.py"

@@ -24,10 +24,10 @@ from accelerate.utils.launch import (
 from decode.common.errors import UserError
 from tests import worlds
 from tests.worlds import Done, World
+from train.settings.training import LoopConfig, Precision
 from train.trainer import launch, sharding
 from train.trainer.checkpoint import LaunchKind
-from train.trainer.launch import Claims, Precision
-from train.trainer.loop import LoopConfig
+from train.trainer.launch import Claims
 
 COMMAND, WEIGHTS = "train/distill.py", "model.safetensors"
 HEAD: list[object] = ["--draft.init", "", "--draft.family", "eagle1"]

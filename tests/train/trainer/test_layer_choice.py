@@ -28,7 +28,6 @@ from tests.train.test_distill_command import COMMAND, WEIGHTS, arguments, distil
 from tests.worlds import Done, World
 from train.data import batching
 from train.data.mixture import Mixture
-from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.causal import TrainableCausal, check_layers
 from train.families.settings.causal import CausalSettings
@@ -41,6 +40,7 @@ from train.trainer.layer_choice import (
     choose_texts,
     read_choice,
 )
+from train.trainer.settings import DistillConfig
 
 QUIET = Console(quiet=True)
 ROWS = rows_of(12, 20, 9, 15)

@@ -36,12 +36,12 @@ from tests.train.test_distill_command import (
 from tests.worlds import Done, World
 from train.data import mixture, sample_store
 from train.data.manifest import read_manifest, write_manifest
-from train.distill import DistillConfig
 from train.families import causal
 from train.families.settings.causal import CausalSettings
 from train.planning.estimates import FlopsCounter
+from train.settings.training import LoopConfig
 from train.trainer import acceptance_eval, checkpoint, loop, throughput
-from train.trainer.loop import LoopConfig
+from train.trainer.settings import DistillConfig
 from train.trainer.throughput import ThroughputMeter
 
 pytestmark = pytest.mark.slow  # each is a run of many steps, ended in some way

@@ -19,12 +19,12 @@ from tests import worlds
 from tests.worlds import EOS, Done, World
 from train.data import mixture, sample_store
 from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
 from train.families.settings.causal import CausalSettings
 from train.planning import estimates, resources
 from train.planning.shape_run import ShapeRun
 from train.trainer import throughput
 from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
+from train.trainer.settings import DistillConfig
 
 pytestmark = pytest.mark.slow  # each trains a draft on texts that it writes
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
-from train import distill
+from train import training
 from train.trainer import tracking
+from train.trainer.settings import DistillConfig
 from train.trainer.tracking import NullTracker, Tracker, explain_mode
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -497,12 +498,12 @@ def test_a_missing_login_is_said_before_anything_is_loaded(
     clean: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Bug: the features of a whole set are computed before W&B is asked for. Here neither target nor samples exist."""
-    settings = distill.DistillConfig(
+    settings = DistillConfig(
         target=str(tmp_path / "none"), data=str(tmp_path / "none"), wandb="online", out=str(tmp_path / "out")
     )  # fmt: skip
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     with pytest.raises(UserError, match="W&B is to be online but there is no login"):
-        distill.train_draft(settings)
+        training.train_draft(settings)
     assert not (tmp_path / "out").exists()
 
 

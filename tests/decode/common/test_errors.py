@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from decode.common.disk_errors import disk_error, naming, world_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, disk_error, naming, world_error
 from decode.common.files import write_atomically
 
 

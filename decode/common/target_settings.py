@@ -1,0 +1,61 @@
+"""Settings of the target that commands share: which one, where its weights are, and how its tokens are sampled.
+
+Nothing here imports torch, so that commands can say their --help at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from decode.common.ranges import CountOrZero, DtypeName, Temperature, TopP, at_least
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Temperature, top-k and top-p of sampling; temperature 0 is greedy decoding."""
+
+    temperature: Temperature = 0.0
+    """0 takes the most probable token; 1 samples the model's unchanged distribution."""
+    top_k: CountOrZero = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: TopP = 1.0
+    """Keep the smallest set of most probable tokens with at least this total probability; 1 keeps all."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where the target's weights are, if one device cannot hold them."""
+
+    kind: Literal["single", "tensor_parallel", "device_map"] = "single"
+    """single: on one device. tensor_parallel: every process of the launch holds a slice of each layer, and the first
+    one runs the command. device_map: one process puts layers on all its GPUs, then in CPU memory, then on disk."""
+    max_gib: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
+    """device_map: GiB of weights that devices may hold, in the order in which they are filled, such as
+    '{cuda:0: 10, cuda:1: 70, cpu: 200}'; what fits nowhere stays on disk. The first one holds embedding and LM head.
+    Empty: 40 % of what is free on the first device, where the draft is as well, and 80 % on the others."""
+    offload_folder: str = ""
+    """device_map: folder for weights on disk that must be converted first, such as experts that are stacked; others are
+    read from the target's files. Empty: a temporary one, which is deleted at the end."""
+
+
+@dataclass
+class TargetSettings:
+    """Which target, and as what it is loaded: what most commands with a target can be told."""
+
+    target: str = "assets/target"
+    """The target model: a folder, a GGUF file or a Hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a target on the Hub."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: DtypeName = "float32"
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao). Losslessness to the
+    token is a property of computing in float32."""
+
+
+@dataclass
+class PlacedTargetSettings(TargetSettings):
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
