@@ -5,6 +5,7 @@ the two halves of a rotation alternate; those of other architectures stay as tra
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,6 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
             raise UserError(
                 f"{name!r} and {target!r} disagree on token ids, {found}: llama.cpp takes one pair"
             )
-    vocabulary = byte_level_bpe(name, tokenizer)
     model = load_model(name, "model", "cpu", "float32")
     # The tensors decide: a head that was trained apart is there, whatever the config says of it.
     tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -66,34 +66,34 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
             "it gets as many as that"
         )
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_name(Path(name).stem)
-    writer.add_file_type(TYPES[dtype][1])
-    write_sizes(writer, model.config)
-    write_tokenizer(writer, tokenizer, vocabulary, model.config.vocab_size)
-    write_special_tokens(writer, tokenizer, end_ids(name, config))
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    tensors = model.state_dict()
-    if tied:
-        del tensors["lm_head.weight"]  # llama.cpp takes the embedding
-    for key, value in tensors.items():
+    tensors: dict[str, Array] = {}
+    for key, value in model.state_dict().items():
+        if tied and key == "lm_head.weight":
+            continue  # llama.cpp takes the embedding
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise UserError(f"{name!r}: {key} has no name in GGUF: {OTHER_CONVERTER}")
-        add_tensor(writer, stored, in_gguf_order(key, value.float().numpy(), model.config), dtype)
-    finish(writer)
+        tensors[stored] = in_gguf_order(key, value.float().numpy(), model.config)
+    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
+    write_tokenizer(writer, name, tokenizer, end_ids(name, config), model.config.vocab_size)
+    write_file(writer, Path(name).stem, model.config, tensors, dtype)
 
 
-def add_tensor(writer: gguf.GGUFWriter, stored: str, array: Array, dtype: GgufType) -> None:
-    """Adds a tensor: a matrix as `dtype`, a vector in float32, whole numbers as they are."""
-    if array.dtype == np.int64:
-        writer.add_tensor(stored, array)
-        return
-    kind, _ = TYPES[dtype if array.ndim > 1 else "float32"]
-    writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
+def write_file(
+    writer: gguf.GGUFWriter, name: str, config: Any, tensors: Mapping[str, Array], dtype: GgufType
+) -> None:
+    """Writes the file, with what `writer` was given before: matrices as `dtype`, vectors in float32, whole numbers as
+    they are."""
+    writer.add_name(name)
+    writer.add_file_type(TYPES[dtype][1])
+    write_sizes(writer, config)
+    for stored, array in tensors.items():
+        if array.dtype == np.int64:
+            writer.add_tensor(stored, array)
+        else:
+            kind, _ = TYPES[dtype if array.ndim > 1 else "float32"]
+            writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -172,10 +172,11 @@ def _cuts(pre_tokenizer: dict[str, Any]) -> Any:
 
 
 def write_tokenizer(
-    writer: gguf.GGUFWriter, tokenizer: Any, vocabulary: tuple[str, list[str]], rows: int
+    writer: gguf.GGUFWriter, name: str, tokenizer: Any, ends: list[int], rows: int
 ) -> None:
-    """The keys of the vocabulary and the chat template. Ids behind the tokenizer's, up to `rows`, are unused tokens."""
-    split, merges = vocabulary
+    """The keys of the vocabulary, the chat template and special ids; `ends` end a text. Ids behind the tokenizer's, up
+    to `rows`, are unused tokens. UserError that names the model `name` for a tokenizer of another kind."""
+    split, merges = byte_level_bpe(name, tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = [gguf.TokenType.NORMAL] * len(tokens)
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -193,9 +194,7 @@ def write_tokenizer(
     if template:
         writer.add_chat_template(template)
 
-
-def write_special_tokens(writer: gguf.GGUFWriter, tokenizer: Any, ends: list[int]) -> None:
-    """The keys of special ids. A GGUF has three names for ids that end a text; further ones are left out."""
+    # A GGUF has three names for ids that end a text; further ones are left out.
     ends = sorted(ends, key=lambda number: number != tokenizer.eos_token_id)
     special = {
         **dict(zip(("eos", "eot", "eom"), ends, strict=False)),

@@ -31,13 +31,11 @@ def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -
     if not target:
         raise UserError("a GGUF of heads holds the target's tokenizer: give --target")
     family, net, keys, tensors = head_content(name, target)
-    tokenizer, target_config = load_tokenizer(target), load_config(target, "target")
-    vocabulary = gguf_export.byte_level_bpe(target, tokenizer)
+    ends = end_ids(target, load_config(target, "target"))
     architecture = llamacpp.HEADS[family].architecture
     writer = gguf.GGUFWriter(out, architecture)
-    writer.add_name(Path(name).stem)
-    writer.add_file_type(gguf_export.TYPES[dtype][1])
-    gguf_export.write_sizes(writer, net.config)
+    tokenizer, rows = load_tokenizer(target), net.config.vocab_size
+    gguf_export.write_tokenizer(writer, target, tokenizer, ends, rows)
     for key, value in keys.items():
         full = f"{architecture}.{key}"
         if isinstance(value, bool):
@@ -46,13 +44,9 @@ def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -
             writer.add_uint32(full, value)
         else:
             writer.add_array(full, value)
-    gguf_export.write_tokenizer(writer, tokenizer, vocabulary, net.config.vocab_size)
-    gguf_export.write_special_tokens(writer, tokenizer, end_ids(target, target_config))
     if isinstance(net, DFlashModel):
         writer.add_mask_token_id(net.mask_token)
-    for stored, array in tensors.items():
-        gguf_export.add_tensor(writer, stored, array, dtype)
-    gguf_export.finish(writer)
+    gguf_export.write_file(writer, Path(name).stem, net.config, tensors, dtype)
 
 
 def head_content(

@@ -17,7 +17,7 @@ There are two controls: plain decoding must pass, and the same drafts under a lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,9 @@ MIN_TOKENS = 200
 """A test of fewer tokens is left out."""
 
 
-@dataclass(frozen=True)
-class PITValues:
-    """u of n emitted tokens, an array [n] for each order; uniform if the tokens follow p."""
-
-    by_probability: Array
-    by_token_id: Array
-    by_p_minus_q: Array  # NaN where the draft's distribution is not known
-    bonus: Array  # True for bonus tokens
-    impossible: Array  # True where p(token) is 0
+PITValues = dict[str, Array]
+"""u of n emitted tokens by the name of an order, uniform if the tokens follow p; NaN for tokens of which the order says
+nothing. Under `impossible`: 1 where p(token) is 0."""
 
 
 def check_sampling_distribution(
@@ -159,8 +153,7 @@ def sample_pit_values(
             parts.append(_pit_values(model, output, recorded, row, sampling, rng))
             total += len(output.output_ids)
         batch += 1
-    columns = vars(parts[0])
-    return PITValues(**{name: np.concatenate([vars(x)[name] for x in parts]) for name in columns})
+    return {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
 
 
 @torch.inference_mode()
@@ -190,9 +183,16 @@ def _pit_values(
     q, bonus = _draft_distributions(output, proposals, row, p)
     by_draft = torch.where(q.isnan().any(1), torch.nan, transform(p - q.nan_to_num()))
     by_id = transform(-torch.arange(p.shape[1], device=p.device).double())
-    impossible = p.gather(1, x[:, None])[:, 0] == 0
-    columns = (transform(p), by_id, by_draft, bonus, impossible)
-    return PITValues(*(column.cpu().numpy() for column in columns))
+    by_p, nowhere = transform(p), torch.full_like(by_id, torch.nan)
+    columns = {
+        "p": by_p,
+        "id": by_id,
+        "p - q": by_draft,
+        "p, bonus": torch.where(bonus, by_p, nowhere),
+        "id, bonus": torch.where(bonus, by_id, nowhere),
+        "impossible": p.gather(1, x[:, None])[:, 0] == 0,
+    }
+    return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
 def _draft_distributions(
@@ -222,17 +222,10 @@ def _draft_distributions(
 
 def run_ks_tests(values: PITValues, method: str = "") -> list[LawTest]:
     """A test of each order with at least MIN_TOKENS tokens, not judged yet."""
-    known = ~np.isnan(values.by_p_minus_q)
-    sets = {
-        "p": values.by_probability,
-        "id": values.by_token_id,
-        "p - q": values.by_p_minus_q[known],
-        "p, bonus": values.by_probability[values.bonus],
-        "id, bonus": values.by_token_id[values.bonus],
-    }
-    impossible = float(values.impossible.mean())
+    impossible = float(values["impossible"].mean())
     tests = []
-    for order, u in sets.items():
+    for order in (order for order in values if order != "impossible"):
+        u = values[order][~np.isnan(values[order])]
         if len(u) >= MIN_TOKENS:
             distance = ks_distance(u)
             p_value = ks_p_value(distance, len(u))

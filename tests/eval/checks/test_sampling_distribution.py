@@ -64,7 +64,7 @@ def shown_by(
     drawn = sampling_distribution.sample_pit_values(
         target, model, method, items, sampling, tokens, seed=0
     )
-    assert len(drawn.by_probability) >= tokens
+    assert len(drawn["p"]) >= tokens
     tests = sampling_distribution.judge_tests(sampling_distribution.run_ks_tests(drawn))
     return {test.order: test for test in tests}
 
