@@ -51,16 +51,14 @@ class ReducedVocabulary:
     """The tokens that a draft can draft, where they are not all of the target's."""
 
     size: int
-    coverage: float
-    """Share of the tokens of the training text that are among them."""
+    coverage: float  # share of the tokens of the training text that are among them
     digest: Digest
 
 
 @dataclass(frozen=True)
 class RemovedLayer:
     layer: int
-    acceptance: float
-    """Without it and those before it."""
+    acceptance: float  # without it and those before it
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class DraftMetadata:
     family: Omitted[Word] = None
     target: Omitted[TargetRecord] = None
     tokenizer_hash: Omitted[Digest] = None
-    training: Private[Omitted[dict[str, Any]]] = None
-    """The settings of train/distill.py."""
+    training: Private[Omitted[dict[str, Any]]] = None  # the settings of train/distill.py
     trained_steps: Omitted[int] = None
     samples: Omitted[int] = None
     processes: Omitted[int] = None

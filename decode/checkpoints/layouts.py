@@ -27,8 +27,7 @@ AUX_LAYER_FIELDS = (AUX_LAYERS, "num_aux_hidden_states", "eagle_config")
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
-Names = tuple[tuple[str, str], ...]
-"""(pattern of a name, the name in our modules)."""
+Names = tuple[tuple[str, str], ...]  # (pattern of a name, the name in our modules)
 
 
 class HeadConfig(dict[str, Any]):
@@ -50,8 +49,7 @@ class HeadConfig(dict[str, Any]):
         return int(self.value("head_dim", self["hidden_size"] // self["num_attention_heads"]))
 
 
-ReadFiles = tuple[HeadConfig, Tensors]
-"""config.json and tensors by the names of our modules."""
+ReadFiles = tuple[HeadConfig, Tensors]  # config.json and tensors by the names of our modules
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,8 @@ class Layout:
     """Every tensor that config.json implies; {} if it lacks a size. None: no shape is known without the target."""
     shared: Callable[[HeadConfig], set[str]] = lambda config: set()
     """Those of them that are taken from the target where the files lack them."""
-    aliases: Names = ()
-    """Other names of tensors that engines read."""
-    foreign: Names = ()
-    """Other names that are read here alone."""
+    aliases: Names = ()  # other names of tensors that engines read
+    foreign: Names = ()  # other names that are read here alone
     default_layers: int | None = None
     """Layers of the target whose states are read where config.json names none; 0: it has to; None: it reads none."""
 

@@ -29,8 +29,7 @@ ENGINES: dict[str, ServingEngine] = {
 }
 """The engines whose rules are known, by their names in settings."""
 
-DECODER_RULE, UNCHECKED = "decoder", "unchecked"
-"""Names of findings that no table of rules has."""
+DECODER_RULE, UNCHECKED = "decoder", "unchecked"  # names of findings that no table of rules has
 
 
 def check_draft_files(

@@ -43,8 +43,9 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
     return DraftCheckpoint(checkpoint.family, config, tensors)
 
 
-def to_flat(checkpoint: DraftCheckpoint) -> ExportedFiles:
+def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    checkpoint = with_lm_head(checkpoint, target)
     config, tensors = checkpoint.config, checkpoint.tensors
     if checkpoint.family != "eagle3":
         if checkpoint.config.get("original_lm_head"):
@@ -100,7 +101,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
     return nested, checkpoint.tensors, layouts.WEIGHTS_FILE
 
 
-def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
+def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """Numbered tensors, in which a head's projection follows its last layer. Loaders that need .pt cannot read it.
     UserError for other families than Medusa."""
     if checkpoint.family != "medusa":
@@ -124,6 +125,10 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
     legacy |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     named = {numbered_name(name): value for name, value in tensors.items()}
     return legacy, named, importers.WEIGHT_FILES[1]
+
+
+LAYOUTS = {"flat": to_flat, "speculators": to_speculators, "medusa-legacy": to_medusa_legacy}
+"""By the names in settings; K is what the speculators format records."""
 
 
 def export_hf(path: str, name: str, out: Path) -> None:

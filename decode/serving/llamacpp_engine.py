@@ -82,12 +82,9 @@ DSPARK_TENSORS = {
 class HeadFormat:
     """How the heads of a family are written as GGUF. `d2t` and `rope_freqs.weight` are computed, not copied."""
 
-    architecture: str
-    """`general.architecture`, with which the names of keys begin."""
-    tensors: Mapping[str, str]
-    """GGUF's name for each of our tensors; N is a layer's number."""
-    norm_flags: tuple[str, ...] = ()
-    """The norm flags of config.json that are keys."""
+    architecture: str  # `general.architecture`, with which the names of keys begin
+    tensors: Mapping[str, str]  # GGUF's name for each of our tensors; N is a layer's number
+    norm_flags: tuple[str, ...] = ()  # the norm flags of config.json that are keys
     alternates: bool = False
     """In the rows of queries and keys the two halves of a rotation alternate."""
 
@@ -112,8 +109,7 @@ STATE_TARGETS = (
     "muse_glimmer",
 )
 """model_type, without `_text`, of the targets whose graphs hand out hidden states."""
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Types of RoPE that are frequencies alone."""
+ROPE_TYPES = ("default", "linear", "llama3")  # types of RoPE that are frequencies alone
 
 
 def gguf_name(family: str, name: str) -> str | None:

@@ -15,16 +15,14 @@ import numpy as np
 
 from decode.common.errors import UserError
 
-Response = Mapping[str, Any]
-"""An engine's answer to one request, as it came."""
+Response = Mapping[str, Any]  # an engine's answer to one request, as it came
 
 
 @dataclass(frozen=True)
 class RequestCounts:
     """Rounds and drafts of one request, or of a server's whole life. Neither prefill nor bonus tokens are drafts."""
 
-    rounds: int | None
-    """Verification steps; None: the log does not say."""
+    rounds: int | None  # verification steps; None: the log does not say
     drafted: int
     accepted: int
     """Drafted tokens that were accepted, without the token that the target adds in each round."""
@@ -32,8 +30,7 @@ class RequestCounts:
     """Rounds that accepted position 1, 2, … K; empty if the log does not say."""
     reached_at: tuple[int, ...] = ()
     """Rounds that drafted position 1, 2, … K and accepted all before it; empty if the log does not say."""
-    prompt: str = ""
-    """What names the prompt in the log; empty: nothing does."""
+    prompt: str = ""  # what names the prompt in the log; empty: nothing does
     prompt_tokens: int | None = None
     engine_length: float | None = None
     """The acceptance length that the engine itself prints for this request."""
@@ -47,8 +44,7 @@ class FailedRequest:
 
     where: str
     reason: str
-    index: int
-    """Its place among all requests of the log, from 0."""
+    index: int  # its place among all requests of the log, from 0
     prompt: str = ""
 
 
@@ -187,8 +183,7 @@ class PrintedLine:
 class Recovered:
     counts: RequestCounts
     """With the rounds that drafted something; None if the line does not tell them."""
-    fewest: int = 0
-    """Between this and `most` lies the number of rounds."""
+    fewest: int = 0  # between this and `most` lies the number of rounds
     most: int = 0
 
 

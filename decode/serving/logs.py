@@ -27,8 +27,7 @@ from decode.serving.log_counts import (
 Format = Literal["auto", "vllm", "sglang", "llamacpp", "draftsmith"]
 OWN = "draftsmith"
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-PREFIX, END = "data:", "[DONE]"
-"""What begins a server-sent event, and the last event of a stream."""
+PREFIX, END = "data:", "[DONE]"  # what begins a server-sent event, and the last event of a stream
 BROKE_OFF = "the stream broke off"
 HOLDERS = ("response", "body")
 """Under these keys lines of batch files hold a response, one within the other."""

@@ -13,8 +13,7 @@ SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?"
 )
 
-Samples = dict[tuple[str, str], float]
-"""{(name without _total, labels as written): value}."""
+Samples = dict[tuple[str, str], float]  # {(name without _total, labels as written): value}
 
 
 def read_dump(path: str, before: str = "", gauges: Collection[str] = ()) -> Samples:

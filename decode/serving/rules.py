@@ -37,8 +37,7 @@ class TargetInfo:
 
     name: str
     config: HeadConfig
-    fingerprint: str | None
-    """Of its tokenizer; None if it was not loaded."""
+    fingerprint: str | None  # of its tokenizer; None if it was not loaded
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,10 @@ class DraftFiles:
 
     path: str
     family: str
-    raw_config: HeadConfig
-    """config.json."""
-    config: HeadConfig
-    """The same without nesting."""
-    tensors: Tensors
-    """By the names of our modules."""
-    name_in_file: dict[str, str]
-    """{name in `tensors`: name in the files}."""
+    raw_config: HeadConfig  # config.json
+    config: HeadConfig  # the same without nesting
+    tensors: Tensors  # by the names of our modules
+    name_in_file: dict[str, str]  # {name in `tensors`: name in the files}
     facts: DraftMetadata
     target: TargetInfo | None
 
@@ -248,8 +243,7 @@ def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
 FILES_SOURCE = "the files themselves"
 EAGLE_FAMILIES = ("eagle1", "eagle3")
 HEAD_FAMILIES = ("medusa", *EAGLE_FAMILIES)
-COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)
-"""The families that every engine has rules for."""
+COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)  # the families that every engine has rules for
 ALL_FAMILIES = (*COVERED_EVERYWHERE, "pard", "peagle", "dflash", "dspark", "mtp")
 COMMON_RULES = (
     Rule("changed-since-training", ALL_FAMILIES, SILENT, FILES_SOURCE, changed_since_training),

@@ -160,14 +160,12 @@ def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
 
 ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
-HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
-"""Newest name first."""
+HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # newest name first
 GAUGES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 """Of the last interval, not of the whole run; everything else that is read of a dump is a counter."""
 PRINTED = re.compile(r"Decode batch.*?\baccept len: (\S+?),(?: accept rate: (\S+?),)?")
 """A line of the server's log that tells how a few dozen steps were accepted."""
-MOST_DRAFTS = 256
-"""Tokens that a round drafts at most when their number is looked for."""
+MOST_DRAFTS = 256  # tokens that a round drafts at most when their number is looked for
 
 
 def meta_info(body: Response) -> Response:

@@ -48,8 +48,7 @@ from eval.results.report import LawResult, LawTest, LawVerdict
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16
-MIN_TOKENS = 200
-"""A test of fewer tokens is left out."""
+MIN_TOKENS = 200  # a test of fewer tokens is left out
 
 
 PITValues = dict[str, Array]

@@ -50,10 +50,8 @@ print("PASSED " + sys.argv[4], file=sys.__stderr__, flush=True)
 class SandboxResult:
     """How the code ended."""
 
-    passed: bool
-    """The code ran to its end without an exception."""
-    reason: str
-    """Why it did not pass; empty if it passed."""
+    passed: bool  # the code ran to its end without an exception
+    reason: str  # why it did not pass; empty if it passed
     network: str
     """How the network was blocked: "namespace" or "sockets", "unknown" if the code ended before that was printed."""
 

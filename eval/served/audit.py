@@ -34,8 +34,7 @@ from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_co
 from eval.served.reading import AS_WRITTEN, Reading, copy_files
 from eval.tasks.loading import TaskPrompt
 
-LEVEL = 0.05
-"""p-value below which two sides accept differently. Gains of several readings share it."""
+LEVEL = 0.05  # p-value below which two sides accept differently. Gains of several readings share it
 OWN_RULES = ("changed-since-training", "unchecked")
 """Findings that name no cause: something was changed, or nothing is known."""
 RULES = {
@@ -57,10 +56,8 @@ class Outcome:
     """What our decoder makes of one reading."""
 
     reading: Reading
-    counts: list[RequestCounts]
-    """Of each prompt; empty if the reading was refused."""
-    refused: str = ""
-    """Why our loader refuses it."""
+    counts: list[RequestCounts]  # of each prompt; empty if the reading was refused
+    refused: str = ""  # why our loader refuses it
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,7 @@ class ServedCounts:
     engine: str
     counts: list[RequestCounts] = field(default_factory=list)
     """Of each prompt, greedy; those of a log have no ids, and those of llama.cpp no positions."""
-    refused: str = ""
-    """The engine's error message, if it did not serve the draft."""
+    refused: str = ""  # the engine's error message, if it did not serve the draft
     other_prompts: str = ""
     """How the prompts that the engine read differ from ours; then their counts are not comparable."""
     exact: bool = True
@@ -84,8 +80,7 @@ class Agreement:
 
     prompts: int
     """Prompts that both sides answered with the same text, or all if the engine's text is not known."""
-    same: int
-    """Those with the same rounds and the same accepted tokens by position."""
+    same: int  # those with the same rounds and the same accepted tokens by position
     p_value: float | None
     """Of the permutation test that both accept alike; None where counts are compared exactly."""
     agrees: bool

@@ -33,8 +33,7 @@ class Mistake:
     rules: Mapping[str, str]
     """{engine: name of the rule that must find it}; an engine that is left out serves the draft as it was trained.
     llama.cpp gets what scripts/export.py makes of the files, so that `decoder` may be the one."""
-    suspect: str = ""
-    """What the audit suspects; empty: no other reading of the files explains it."""
+    suspect: str = ""  # what the audit suspects; empty: no other reading of the files explains it
 
 
 def every(rule: str, *, but: tuple[str, ...] = (), **otherwise: str) -> dict[str, str]:

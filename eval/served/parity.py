@@ -28,12 +28,10 @@ from decode.verification.tree import tree_from_paths
 from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 
-SIGNIFICANCE_LEVEL = 1e-3
-"""The p-value below which the acceptance of two sides counts as different."""
+SIGNIFICANCE_LEVEL = 1e-3  # the p-value below which the acceptance of two sides counts as different
 MIN_PROMPTS = 24
 """Prompts at a temperature. With fewer, the permutation test has too few permutations for a small p-value."""
-BATCH_ROWS = 16
-"""Batch size of our engine at a temperature."""
+BATCH_ROWS = 16  # batch size of our engine at a temperature
 
 
 @dataclass

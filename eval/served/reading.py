@@ -18,8 +18,7 @@ from decode.model.fingerprint import TargetRecord
 from decode.serving.export import to_speculators
 from decode.serving.rules import DraftFiles
 
-Edit = Callable[[Path], object]
-"""A change of the files in a draft's folder."""
+Edit = Callable[[Path], object]  # a change of the files in a draft's folder
 AdjustFn = Callable[[Any], None]
 """Changes a loaded draft in place, where no edit of its files could."""
 
@@ -28,16 +27,11 @@ AdjustFn = Callable[[Any], None]
 class Reading:
     """One way to read a draft's files."""
 
-    about: str
-    """What is suspected, in a word or two."""
-    says: str
-    """What this reading does, to be put behind "decoding with"."""
-    edit: Edit
-    """Of a copy of the files (`copy_files`)."""
-    adjust: AdjustFn | None = None
-    """Of the draft that was loaded from them."""
-    dtype: str = ""
-    """What the draft computes in; empty: as in all other readings."""
+    about: str  # what is suspected, in a word or two
+    says: str  # what this reading does, to be put behind "decoding with"
+    edit: Edit  # of a copy of the files (`copy_files`)
+    adjust: AdjustFn | None = None  # of the draft that was loaded from them
+    dtype: str = ""  # what the draft computes in; empty: as in all other readings
     visible: bool = False
     """The files themselves give rise to it: something is missing, superfluous or said twice in two ways."""
 

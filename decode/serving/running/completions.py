@@ -25,8 +25,7 @@ T = TypeVar("T")
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_WAIT, LONGEST_WAIT, LONGEST_RETRY_AFTER = 1.0, 60.0, 600.0
 """Seconds before the first repetition of a request, at most before a later one, and that a server may ask for."""
-CONNECT_SECONDS = 30.0
-"""For the list of models, which a running server gives at once."""
+CONNECT_SECONDS = 30.0  # for the list of models, which a running server gives at once
 
 
 class ServerSettings(Protocol):
@@ -52,10 +51,8 @@ class Server:
 
     url: str
     model: str
-    context: int | None
-    """Tokens of its longest text, if it says so."""
-    own: bool = False
-    """It was started for this run: once nobody listens at its address, it is gone."""
+    context: int | None  # tokens of its longest text, if it says so
+    own: bool = False  # it was started for this run: once nobody listens at its address, it is gone
 
 
 class PromptFailedError(Exception):

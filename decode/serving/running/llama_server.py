@@ -62,8 +62,7 @@ def llama_server(
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    response: dict[str, Any]
-    """As it came; `tokens` are the answer's ids."""
+    response: dict[str, Any]  # as it came; `tokens` are the answer's ids
     counts: RequestCounts
 
 
