@@ -32,9 +32,7 @@ from tests import worlds
 from tests.decode.engine.test_engine import hf_text
 from train import sample
 from train.data import batching, sample_store
-from train.data.conversations import Conversation
-from train.data.prompt_pipeline import TargetTokenizer
-from train.data.prompts import Prompt, encode_prompt
+from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
@@ -409,12 +407,11 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
     data = home / f"samples-{kind_of(s.target)}"
     if not data.exists():
         rows = rows_of(kind_of(s.target))
-        loaded = load_target(str(target), "cpu")
         sample_store.write_shard(data, rows[:4], "a")
         sample_store.write_shard(data, rows[4:], "b")
         settings = sample.SampleConfig(target=str(target), out=str(data))
         counts = {"asked": 6, "answered": 6, "failed": 0}
-        sample.write_manifest(settings, TargetTokenizer.from_target(loaded), [], counts)
+        sample.write_manifest(settings, sample.load_reader(settings), [], counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
