@@ -170,11 +170,11 @@ def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
             raise UserError(
                 f"{log.path} holds totals of a server: two logs are compared by request, give responses"
             )
-    failed = [*a.failed, *b.failed]
-    named = all(x.prompt for x in (*a.requests, *b.requests, *failed))
+    failed = {x.prompt for log in (a, b) for x in log.failed}
+    named = all(failed) and all(x.prompt for log in (a, b) for x in log.requests)
     first, second = (_by_prompt(log, named) for log in (a, b))
     totals = [len(log.requests) + len(log.failed) for log in (a, b)]
-    alone = sorted((first.keys() ^ second.keys()) - {str(x.prompt) for x in failed})
+    alone = sorted((first.keys() ^ second.keys()) - failed)
     if named and alone:
         raise UserError(
             f"{len(alone)} prompts are in one of {a.path} and {b.path} alone, the first is {alone[0][:40]!r}: "
