@@ -121,12 +121,12 @@ def eagle3_config(
     return HeadConfig(config if default else config | layouts.aux_layer_fields(layers))
 
 
-def peagle_config(eagle3: Mapping[str, Any], mask_token: int) -> HeadConfig:
+def peagle_config(eagle3: Mapping[str, object], mask_token: int) -> HeadConfig:
     """config.json of a P-EAGLE draft, from that of EAGLE-3 with the same taps and sizes."""
     return HeadConfig({**eagle3, "mask_token_id": mask_token})
 
 
-def saved_norms(config: Mapping[str, Any]) -> list[str]:
+def saved_norms(config: Mapping[str, object]) -> list[str]:
     return [name for name in NORM_FLAGS if config.get(name)]
 
 

@@ -175,7 +175,7 @@ def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def write_checkpoint(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
     file: str = WEIGHTS_FILE,
 ) -> None:
@@ -195,7 +195,7 @@ def read_config(path: str) -> HeadConfig:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
 
 
-def check_config(path: str, config: HeadConfig, wanted: Mapping[str, Any]) -> None:
+def check_config(path: str, config: HeadConfig, wanted: Mapping[str, object]) -> None:
     """UserError that names the first setting of `config` that is not as `wanted` for the target."""
     for key, value in wanted.items():
         if config.get(key) != value:

@@ -156,7 +156,7 @@ def comparable(ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts]) -
     return [(a, b) for a, b in pairs if b.output_ids in ((), a.output_ids)]
 
 
-def shown_counts(x: RequestCounts, theirs: RequestCounts) -> dict[str, Any]:
+def shown_counts(x: RequestCounts, theirs: RequestCounts) -> dict[str, object]:
     keys = ["rounds", "accepted", *["by_position"] * bool(theirs.accepted_at)]
     return {key: counts_json(x)[key] for key in keys}
 
@@ -296,7 +296,7 @@ def audit_draft(
     findings: Sequence[Finding],
     dtype: str,
     out: str,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it. Greedy: `s.temperature`
     is 0. UserError for a draft of another tokenizer and for files that nobody could read."""
     check_saved_tokenizer(s.draft)
@@ -335,21 +335,21 @@ def audit_draft(
     }
 
 
-def _served_row(served: ServedCounts | None) -> dict[str, Any] | None:
+def _served_row(served: ServedCounts | None) -> dict[str, object] | None:
     if served is None:
         return None
-    row: dict[str, Any] = {"engine": served.engine, "exact": served.exact}
+    row: dict[str, object] = {"engine": served.engine, "exact": served.exact}
     if served.refused or served.other_prompts:
         refused, others = served.refused or None, served.other_prompts or None
         return row | {"refused": refused, "other_prompts": others}
     return row | _sums(served.counts)
 
 
-def _sums(counts: Sequence[RequestCounts]) -> dict[str, Any]:
+def _sums(counts: Sequence[RequestCounts]) -> dict[str, object]:
     return {"tau": tau(pool(counts)), **counts_json(pool(counts))}
 
 
-def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, Any]:
+def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, object]:
     reading = outcome.reading
     row = {"about": reading.about, "reading": reading.says, "visible": reading.visible}
     if not outcome.counts:
@@ -362,7 +362,7 @@ def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, Any
 
 def _first_difference(
     items: Sequence[TaskPrompt], written: Outcome, served: ServedCounts | None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """The first prompt in which the engine and our decoder, which reads the files as they are written, differ."""
     if served is None or not served.counts or not written.counts:
         return None

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
@@ -134,7 +134,7 @@ class Completions:
         self.http, self.server, self.s = http, server, s
         self.responses = 0  # of any status: so often the server was there
 
-    async def request(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def request(self, body: Mapping[str, object], read: Callable[[Any], T]) -> T:
         """What `read` makes of the response to `body`, after as many attempts as are needed and allowed.
 
         PromptFailedError without one; UserError if the server is gone or refuses the key or the model.
@@ -158,7 +158,7 @@ class Completions:
             )
         raise problem
 
-    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def _attempt(self, body: Mapping[str, object], read: Callable[[Any], T]) -> T:
         try:
             async with asyncio.timeout(self.s.timeout):
                 response = await self.http.post(f"{self.server.url}/completions", json=body)

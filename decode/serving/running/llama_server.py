@@ -5,7 +5,7 @@ import os
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
 
 
-def _call(url: str, request: dict[str, Any] | None = None) -> str:
+def _call(url: str, request: Mapping[str, object] | None = None) -> str:
     data = None if request is None else json.dumps(request).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data), timeout=REQUEST_SECONDS) as reply:  # fmt: skip
