@@ -163,9 +163,10 @@ def check_placeable(config: Any, what: str, kind: str) -> None:
         "a vision part": is_vision_language(config),
         "recurrent layers": has_recurrent_layers(config.get_text_config(decoder=True)),
     }
-    for part in (part for part, has in parts.items() if has):
+    found = [part for part, has in parts.items() if has]
+    if found:
         raise UserError(
-            f"{what} has {part}: placement.kind {kind} is for plain decoders, leave it at single"
+            f"{what} has {found[0]}: placement.kind {kind} is for plain decoders, leave it at single"
         )
 
 

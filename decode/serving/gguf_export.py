@@ -113,8 +113,11 @@ def check_architecture(name: str, config: Any) -> None:
         "has a sliding window": layers != {"full_attention"},
         "has biases": any(biases),
     }
-    for reason in (reason for reason, applies in reasons.items() if applies):
-        raise UserError(f"{name!r} {reason}, which is not written as GGUF here: {OTHER_CONVERTER}")
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise UserError(
+            f"{name!r} {found[0]}, which is not written as GGUF here: {OTHER_CONVERTER}"
+        )
 
 
 def in_gguf_order(key: str, array: Array, config: Any) -> Array:

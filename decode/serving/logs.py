@@ -82,16 +82,15 @@ def read_log(path: str, engine: Format = "auto", before: str = "") -> EngineLog:
         return _read_responses(lines, engine, path)
     if not name and text.lstrip()[0] in "{[":
         raise UserError(f"{path} has no response: give a log of vLLM, SGLang or llama.cpp")
-    if name and READERS[name].printed:
-        return READERS[name].printed(text, path)  # type: ignore[misc]
-    if engine == "auto":
-        dumps = [name for name, x in READERS.items() if x.dump and f"\n{name}:" in f"\n{text}"]
-        if len(dumps) != 1:
-            raise UserError(
-                f"{path} is no log of vLLM, SGLang or llama.cpp: give JSON lines or a /metrics dump"
-            )
-        engine = dumps[0]  # type: ignore[assignment]
-    dump = READERS[engine].dump
+    printed = READERS[name].printed if name else None
+    if printed is not None:
+        return printed(text, path)
+    dumps = [n for n, x in READERS.items() if x.dump and f"\n{n}:" in f"\n{text}"]
+    if engine == "auto" and len(dumps) != 1:
+        raise UserError(
+            f"{path} is no log of vLLM, SGLang or llama.cpp: give JSON lines or a /metrics dump"
+        )
+    dump = READERS[dumps[0] if engine == "auto" else engine].dump
     if dump is None:
         raise UserError(f"{path} is no JSON: give the lines of outputs.jsonl")
     return dump(path, before)
