@@ -171,8 +171,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", TABLE)
 def test_checker_and_decoder_agree(name: str, tmp_path: Path, target_folder: str) -> None:
     """Catches any folder that the decoder refuses and the checker passes, with a target and without, in any engine; and
-    one that the decoder reads and the checker says it does not. The refusal is one line about the right thing.
-    """
+    one that the decoder reads and the checker says it does not. The refusal is one line about the right thing."""
     writer, edit, reason = TABLE[name]
     own = small_target()
     folder = tmp_path / "draft"

@@ -143,9 +143,7 @@ def test_sampled_engines_that_accept_alike_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a test at a temperature that rejects other seeds, passes another draft, or mixes up prompts and draws.
-
-    First our own decoder by another seed stands for vLLM, then one that accepts a token less in every second round.
-    """
+    First our own decoder by another seed stands for vLLM, then one that accepts a token less in every second round."""
     asked = settings("", **SAMPLED)
     other = decoded(replace(asked, seed=5))
     answers = tmp_path / "answers.json"
@@ -219,10 +217,8 @@ def test_no_interpreter_is_said(
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_vllm_has_room_to_draft_until_the_last_token(k: int) -> None:
-    """Catches a context so short that vLLM proposes token 0 at the end of the longest prompt's answer.
-
-    Its rule: after a round that began with `emitted` tokens of the answer, K drafts must fit behind that round's K.
-    """
+    """Catches a context so short that vLLM proposes token 0 at the end of the longest prompt's answer. Its rule: after
+    a round that began with `emitted` tokens of the answer, K drafts must fit behind that round's K."""
     prompts, limit = [[1] * 9, [1] * 30], 12
     length = vllm_client.context_length(prompts, k, limit)
     for emitted in range(1, limit - 1):  # a round that leaves one token at least to the next
@@ -238,10 +234,8 @@ def run_referee(draft: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["causal", "eagle3", "medusa", "eagle1"])
 def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
-    """Catches a draft that decodes here and is served badly: the bundled LM, and random heads of each family.
-
-    Random heads accept little, but any departure from the format changes which tokens they draft.
-    """
+    """Catches a draft that decodes here and is served badly: the bundled LM, and random heads of each family. Random
+    heads accept little, but any departure from the format changes which tokens they draft."""
     draft = str(ROOT / "assets/draft")
     if family != "causal":
         from tests.heads import net_of, save
@@ -255,10 +249,8 @@ def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
 @needs_vllm
 @pytest.mark.slow
 def test_vllm_accepts_as_often_as_we_do_when_sampling() -> None:
-    """Catches a law of acceptance that is not vLLM's, and a comparison that is blind.
-
-    vLLM 0.32's CPU build samples from wrong laws when it speculates: as it is, it must be told from ours.
-    """
+    """Catches a law of acceptance that is not vLLM's, and a comparison that is blind. vLLM 0.32's CPU build samples
+    from wrong laws when it speculates: as it is, it must be told from ours."""
 
     words = ["--temperature", "1", "--max_new_tokens", "24", "--draws", "1"]
     words += ["--tasks", "[{name: code, limit: 24}]"]

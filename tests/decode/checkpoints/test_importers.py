@@ -196,10 +196,8 @@ def alike(a: Any, b: Any, own: Target) -> None:
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_published_draft_decodes_here(trainer: str, tmp_path: Path) -> None:
     """Catches any name, flag, size, layer id or map of another trainer that is read as something else: the logits are
-    those of the net that was written, bit for bit, over steps of the draft's own states.
-
-    Who loads it is told that no tokenizer was compared.
-    """
+    those of the net that was written, bit for bit, over steps of the draft's own states. Who loads it is told that no
+    tokenizer was compared."""
     own = small_target()
     path, net = TRAINERS[trainer](tmp_path, own)
     with pytest.warns(UserWarning, match="names no tokenizer to compare with that of 'tiny'"):
@@ -274,9 +272,8 @@ class Variant(Plain):
 
 @pytest.mark.parametrize("flag", [*eagle_layouts.NORM_FLAGS, "all"])
 def test_flags_mean_what_engines_read_in_them(flag: str) -> None:
-    """Catches the residual taken from the wrong side of the norm, norms over all taps exchanged with norms of each,
-    and a normed state fed back once too often or not at all: against the formulas, three states of its own deep.
-    """
+    """Catches the residual taken from the wrong side of the norm, norms over all taps exchanged with norms of each, and
+    a normed state fed back once too often or not at all: against the formulas, three states of its own deep."""
     model = tiny_model("llama", dtype=torch.float64)
     own = tiny_target(model)
     # Norms of each tap and of all of them exclude each other.
@@ -355,8 +352,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_read_is_refused(kind: str, tmp_path: Path) -> None:
     """Catches code that a checkpoint brings and loading runs, a file name from the network taken for a path, and heads
-    that would decode as something that they are not.
-    """
+    that would decode as something that they are not."""
     trainer, damage, message = REFUSED[kind]
     own = small_target()
     path, _ = TRAINERS[trainer](tmp_path, own)
@@ -407,8 +403,7 @@ def test_there_and_back(
     family: str, form: str, dtype: torch.dtype, tmp_path: Path, target_folder: str
 ) -> None:
     """Catches a tensor lost, renamed wrongly or rounded on the way, a setting that does not survive it, and a layer id
-    read in the other convention: what comes back is byte for byte what went.
-    """
+    read in the other convention: what comes back is byte for byte what went."""
     own = small_target()
     home = tmp_path / "ours"
     net = net_of(family, own)
@@ -445,8 +440,7 @@ FOREIGN = {
 @pytest.mark.parametrize("trainer", FOREIGN)
 def test_a_published_draft_keeps_its_bits(trainer: str, tmp_path: Path, target_folder: str) -> None:
     """Catches a conversion that rounds, reorders or drops: in the layout that it came in, the tensors are those that
-    were read; and no draftsmith.json is made up.
-    """
+    were read; and no draftsmith.json is made up."""
     own = small_target()
     path, net = TRAINERS[trainer](tmp_path / "theirs", own)
     out = exported(path, tmp_path / "out", FOREIGN[trainer], target=target_folder)
@@ -457,8 +451,7 @@ def test_a_published_draft_keeps_its_bits(trainer: str, tmp_path: Path, target_f
 
 def test_the_speculators_config_is_golden(tmp_path: Path, target_folder: str) -> None:
     """Catches what vLLM requires of the nested format and silently reads as something else when it is absent: a
-    model_type hides it all, norm_before_residual is true unless said, vocab_size must be the target's.
-    """
+    model_type hides it all, norm_before_residual is true unless said, vocab_size must be the target's."""
     home = saved(tmp_path / "ours", "eagle3")
     out = exported(home, tmp_path / "out", "speculators", target=target_folder, k=7)
     config = json.loads((Path(out) / "config.json").read_text())
@@ -547,19 +540,18 @@ def causal(folder: Path, vocab: int) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("rows", [4096, 4000])
+@pytest.mark.parametrize("rows", [4096, 4000, 4104])
 def test_hf_has_the_targets_vocabulary_and_tokenizer(rows: int, tmp_path: Path) -> None:
-    """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further
-    (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew.
-    """
+    """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further or
+    less (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew."""
     home = causal(tmp_path / "ours", rows)
     out = Path(exported(home, tmp_path / "out", "hf", target=str(ASSETS / "target")))
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (home, out))
     assert after.config.vocab_size == 4096
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
-        rows_of = a.shape[0]
-        assert torch.equal(a, b[:rows_of])
-        assert torch.allclose(b[rows_of:], a.mean(0).expand_as(b[rows_of:]), atol=1e-6)
+        shared = min(len(a), len(b))
+        assert torch.equal(a[:shared], b[:shared])
+        assert torch.allclose(b[shared:], a.mean(0).expand_as(b[shared:]), atol=1e-6)
     for file in (ASSETS / "target").glob("tokenizer*"):
         assert (out / file.name).read_bytes() == file.read_bytes()
     if rows == 4096:
@@ -595,8 +587,7 @@ def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_reached")
 def test_only_known_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches code or pickles fetched from a repository that has safetensors, and names taken from it: what is asked
-    for is a fixed list, and pickles only where nothing else holds weights.
-    """
+    for is a fixed list, and pickles only where nothing else holds weights."""
     path, net = authors_eagle1(tmp_path, small_target())
     asked: list[list[str]] = []
 

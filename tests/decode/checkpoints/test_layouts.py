@@ -48,9 +48,8 @@ VD = 55
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_have_the_names_and_shapes_of_the_format(family: str, tmp_path: Path) -> None:
-    """Catches a parameter renamed in our nets, buffers that are saved, maps for a full vocabulary: engines would
-    refuse the file, or drop what they do not know without a word. Which names and sizes they are, goldens say.
-    """
+    """Catches a parameter renamed in our nets, buffers that are saved, maps for a full vocabulary: engines would refuse
+    the file, or drop what they do not know without a word. Which names and sizes they are, goldens say."""
     path = saved(tmp_path, family)
     layout = LAYOUTS["eagle3" if family == "narrow" else family]
     config, tensors = layouts.read_config(path), load_file(f"{path}/model.safetensors")
@@ -85,9 +84,7 @@ def sglang_taps(config: dict[str, Any], layers: int) -> list[int]:
 @pytest.mark.parametrize("layers", [(2, 4, 5), (1, 4, 7), (3, 6)])
 def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
     """Catches ids in one convention where an engine reads the other (vLLM PR #43671: 10 % accepted instead of 45 %).
-
-    Ids of the default layers are not written: some engines misread them.
-    """
+    Ids of the default layers are not written: some engines misread them."""
     config = eagle_layouts.eagle3_config(small_target().runner.config, V, VD, layers)
     assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
     assert eagle_layouts.aux_layers(config, LAYERS) == layers
@@ -122,8 +119,7 @@ def proposals(draft: Any, own: Target) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reloaded_draft_computes_the_same(family: str, tmp_path: Path) -> None:
     """Catches a tensor lost or exchanged, norms or feedback that differ (methods 16, 17), RoPE that falls back to its
-    default (15), a vocabulary map applied twice or not: bit for bit, over three steps of the draft's own states.
-    """
+    default (15), a vocabulary map applied twice or not: bit for bit, over three steps of the draft's own states."""
     own = small_target()
     net = net_of(family, own)
     path = save(tmp_path, family, net, own, torch.float32)
@@ -190,8 +186,7 @@ def test_positions_are_exact_in_bfloat16(family: str, tmp_path: Path) -> None:
 
 def test_the_other_name_of_the_layer_is_accepted(tmp_path: Path) -> None:
     """Catches refusal of `layers.0.`, which speculators writes where EAGLE-3's authors write `midlayer.` (SpecForge
-    once lost the one, SGLang long did not know the other: 0 % accepted).
-    """
+    once lost the one, SGLang long did not know the other: 0 % accepted)."""
     own = small_target()
     net = net_of("eagle3", own)
     path = save(tmp_path, "eagle3", net, own, torch.float32)
@@ -309,9 +304,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Catches a draft that loads with something missing, random or meant for another target, and accepts little; and
-    a stack trace where the user can act.
-    """
+    """Catches a draft that loads with something missing, random or meant for another target, and accepts little; and a
+    stack trace where the user can act."""
     family, damage, message = DAMAGE[kind]
     own = small_target()
     path = save(tmp_path, family, net_of(family, own), own, torch.float32)

@@ -92,10 +92,8 @@ def test_a_target_on_disk_decodes_the_same(world: World) -> None:
 
 
 def test_a_target_on_disk_trains_the_same_head(world: World, data: Path, tmp_path: Path) -> None:
-    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there.
-
-    Layers in memory share products (decode/model/linear), which rounds otherwise.
-    """
+    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there. Layers in
+    memory share products (decode/model/linear), which rounds otherwise."""
     one, spread = tmp_path / "one", tmp_path / "spread"
     wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
     found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)

@@ -314,17 +314,3 @@ def test_the_command_prints_both_figures_and_writes_the_result(
     result = json.loads(out.read_text())
     assert [x["engine"] for x in result["logs"]] == ["vllm", "sglang"]
     assert result["comparison"]["differences"]["tau"]["difference"] == pytest.approx(111 / 63 - 2.2)
-
-
-def test_batch_files_hold_responses_too(tmp_path: Path) -> None:
-    """Catches lines of a batch file, whose response lies deeper, and its names of prompts."""
-    bodies = [json.loads(line) for line in (LOGS / "vllm.jsonl").read_text().splitlines()]
-    rows = [
-        {"custom_id": f"request-{i}", "response": {"status_code": 200, "body": body}}
-        for i, body in enumerate(bodies)
-    ]
-    (tmp_path / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_log(str(tmp_path / "out.jsonl"))
-    assert [r.prompt for r in found.requests] == ["request-0", "request-1", "request-2"]
-    assert [r.prompt_tokens for r in found.requests] == [42, 17, 30]
-    assert score(found).to_json()["tau"] == scored("vllm.jsonl")["tau"]
