@@ -18,16 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 START, WORD = r"(?<![A-Za-z0-9])", r"[A-Za-z0-9_-]"
-MIN_VALUE = 8
-"""Length below which the value of an environment variable is no secret that a text can be searched for."""
-
-
-class Form(NamedTuple):
-    """What a secret looks like. `anchors` are lower case if the pattern ignores case."""
-
-    what: str
-    anchors: tuple[str, ...]
-    pattern: re.Pattern[str]
 
 
 class Secret(NamedTuple):
@@ -38,8 +28,11 @@ class Secret(NamedTuple):
     end: int
 
 
-def _form(what: str, anchors: str, pattern: str, flags: int = 0) -> Form:
-    return Form(what, tuple(anchors.split()), re.compile(pattern, flags))
+def _form(
+    what: str, anchors: str, pattern: str, flags: int = 0
+) -> tuple[str, list[str], re.Pattern[str]]:
+    """(what the secret is, its anchors: lower case if the pattern ignores case, its pattern)."""
+    return what, anchors.split(), re.compile(pattern, flags)
 
 
 FORMS = (
@@ -132,10 +125,10 @@ def environment_secrets() -> set[str]:
     """Tokens, keys and passwords in this process's environment, and those that the logins of W&B and the Hub saved."""
     found = {value for name, value in os.environ.items() if SECRET_NAMES.search(name)}
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    found |= _saved_secrets(
-        os.environ.get("NETRC", "~/.netrc"), os.environ.get("HF_TOKEN_PATH", f"{home}/token")
-    )
-    return {value for value in found if len(value) >= MIN_VALUE and value[0] != "/"}
+    token_file = os.environ.get("HF_TOKEN_PATH", f"{home}/token")
+    found |= _saved_secrets(os.environ.get("NETRC", "~/.netrc"), token_file)
+    # A text cannot be searched for a shorter value, and a path is none.
+    return {value for value in found if len(value) >= 8 and value[0] != "/"}
 
 
 @functools.cache
@@ -161,7 +154,6 @@ def looks_random(word: str) -> bool:
 
 
 def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places in their order, those that overlap as one."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(places):
         if joined and start < joined[-1][1]:

@@ -87,5 +87,4 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
 
     @property
     def served(self) -> bool:
-        """Whether a server answers."""
         return self.engine != "local"

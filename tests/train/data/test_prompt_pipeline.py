@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import byte_tokenizer
+from train.data.conversations import Prompt, encode_prompt, prompt_text
 from train.data.filters import EvaluationOverlap, NearDuplicates
 from train.data.prompt_pipeline import TargetTokenizer, load_prompts
-from train.data.prompts import Prompt, encode_prompt, prompt_text
 from train.data.sources import REPEATS, ReadLog, evaluation_texts, stream_prompts
 from train.sampling.config import SampleConfig
 from train.settings.data import FilterConfig, PromptSource
