@@ -33,6 +33,8 @@ from tests.decode.engine.test_engine import hf_text
 from train import sample
 from train.data import batching, sample_store
 from train.data.conversations import Conversation, Prompt, encode_prompt
+from train.families.dflash import default_taps
+from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
@@ -741,3 +743,67 @@ def test_the_table_of_recipes_has_them_all() -> None:
     page = (worlds.ROOT / "configs" / "README.md").read_text().splitlines()
     rows = [line for line in page if line.startswith("| [") and "](distill/" in line]
     assert sorted(rows) == sorted(map(row, FILES))
+
+
+# ---- what a run is told by its family alone ----
+
+CASES = {name: name for name in TRAINED_FAMILIES} | {"causal, new weights": "causal"}
+OWN = ("depth", "block", "steps", "heads", "retention", "markov_rank")
+
+
+def family_row(name: str) -> str:
+    """The line of docs/families.md on how this family is trained by default."""
+    words = ["--draft.family", CASES[name]]
+    if "new" in name:
+        words += ["--draft.init_config", "{hidden_size: 512}"]
+    s = parse_settings(DistillConfig, "", words)
+    loop, values = s.loop, vars(s.draft)
+    warmup = f"{loop.warmup:.3g} steps" if loop.warmup >= 1 else f"{100 * loop.warmup:g} %"
+    losses = [s.loss, *(f"{weight:g} {other}" for other, weight in s.divergence.mix.items())]
+    own = ", ".join(f"{key} {values[key]}" for key in OWN if key in values)
+    cells = (
+        name,
+        f"{loop.lr:g}",
+        warmup,
+        f"{loop.min_lr:g}",
+        f"{loop.clip:g}",
+        f"{loop.max_length:,}",
+    )
+    cells += (" + ".join(losses), f"{s.weights.decay:g}", own, s.draft.training_defaults().source)
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_page_has_the_defaults_of_each_family() -> None:
+    """Bug: a table of defaults that are not those in force."""
+    page = (worlds.ROOT / "docs" / "families.md").read_text().splitlines()
+    start = page.index("## What a family trains with by default")
+    rows = [line for line in page[start:] if line.startswith("| ")]
+    assert rows[1:] == [family_row(name) for name in CASES]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_defaults_are_those_of_the_recipes(file: str) -> None:
+    """Bug: --draft.family dspark with a rate, loss, size or length that its publication does not have."""
+    s = recipe(file)
+    words = ["--draft.family", s.draft.family, "--draft.init", s.draft.continues]
+    alone = parse_settings(DistillConfig, "", words)
+    names = {"draft.taps", "loop.steps", "loop.batch_size", "loop.warmup", "draft.vocab"}
+    compared = {"loop.lr": s.loop.lr} | VALUES[file][1]
+    published = {name: value for name, value in compared.items() if name not in names}
+    assert {name: value_of(alone, name) for name in published} == published
+    if "ours" not in VALUES[file][0]:
+        assert alone.loop.warmup * s.loop.steps == pytest.approx(s.loop.warmup, rel=0.05)
+
+
+def test_what_is_given_stands_above_the_family() -> None:
+    """Bug: a default of the family replaces what somebody typed, or what belongs to its own loss stays with another."""
+    words = ["--draft.family", "dspark", "--loop.lr", "0.001", "--loss", "forward_kl"]
+    s = parse_settings(DistillConfig, "", words)
+    assert (s.loop.lr, s.loop.max_length, s.loss, s.divergence.mix) == (
+        1e-3,
+        4096,
+        "forward_kl",
+        {},
+    )
+    assert default_taps(36) == (2, 10, 18, 26, 34)
+    assert default_taps(4) == (2,)
