@@ -486,13 +486,13 @@ def test_a_wrong_file_is_found(
     heads, change = WRONG[name]
     right = gguf_heads.head_content
 
-    def wrong(draft: str, target: str) -> gguf_heads.HeadContent:
-        found = right(draft, target)
-        keys = {**found.keys, "mask_token": found.mask_token}
-        tensors = {key: np.array(value) for key, value in found.tensors.items()}
-        change(keys, tensors)
-        mask_token = keys.pop("mask_token")
-        return gguf_heads.HeadContent(found.architecture, found.config, keys, tensors, mask_token)
+    def wrong(draft: str, target: str) -> Any:
+        family, net, keys, tensors = right(draft, target)
+        changed = {**keys, "mask_token": vars(net).get("mask_token")}
+        tensors = {key: np.array(value) for key, value in tensors.items()}
+        change(changed, tensors)
+        net.mask_token = changed.pop("mask_token")
+        return family, net, changed, tensors
 
     monkeypatch.setattr(gguf_heads, "head_content", wrong)
     code, result = compared(fitted(heads), capsys)
