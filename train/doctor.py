@@ -29,7 +29,6 @@ from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog
 from train.doctor_checks.examination import (
-    Examination,
     Renderings,
     examine_prompts,
     examine_sets,
@@ -79,10 +78,10 @@ def check(s: DoctorConfig) -> None:
         raise UserError(f"out and html are both {s.out}: name two files")
 
 
-def examine(s: DoctorConfig) -> tuple[dict[str, Examination], dict[str, str]]:
-    """({title: what was found}, facts about the chat template)."""
+def main(s: DoctorConfig) -> None:
+    check(s)
     renderings = Renderings(s, load_target_tokenizer(s.target, s.revision))
-    reader, template = renderings.of(renderings.usual)
+    reader, probed = renderings.of(renderings.usual)
     prompts, log = read_sources(s) if s.sources else ([], ReadLog())
     parts = {}
     if s.data:
@@ -90,13 +89,8 @@ def examine(s: DoctorConfig) -> tuple[dict[str, Examination], dict[str, str]]:
         parts[DATA_TITLE] = examine_sets(s, renderings, by_id)
     if s.sources:
         parts[SOURCES_TITLE] = examine_prompts(s, renderings, prompts, log)
-    rendered = {"settings": describe(reader.template)} if reader.template else {}
-    return parts, rendered if template is None else rendered | template.facts()
-
-
-def main(s: DoctorConfig) -> None:
-    check(s)
-    parts, template = examine(s)
+    template = {"settings": describe(reader.template)} if reader.template else {}
+    template |= probed.facts() if probed else {}
     console = Console()
     if s.html:
         page = render_page(s.target, template, parts, s.show_tokens)

@@ -58,7 +58,9 @@ from train.trainer import collective
 
 COMMAND = "train/sample.py"
 OWNED_FILES = ("manifest.json", "shards/*.parquet")
-"""Patterns of the files that this command writes into its output folder."""
+PLAIN_TOKENS, CHAT_TOKENS, THINKING_TOKENS = 256, 1024, 2048
+THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "<|channel|>")
+"""What a chat template has that writes thoughts before an answer."""
 Engine = Callable[[Sequence[TokenizedPrompt], ProgressBars], Counter[str]]
 """Writes rows for prompts; returns {why prompts failed: how many}."""
 
@@ -81,38 +83,23 @@ def write_manifest(
     prompts: Sequence[TokenizedPrompt],
     counts: dict[str, int],
 ) -> None:
-    """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
-    manifest.write_manifest(
-        Path(s.out),
-        manifest.Manifest(
-            target=reader.name,
-            revision=reader.revision,
-            tokenizer_hash=reader.fingerprint,
-            chat_template_hash=reader.chat_template_hash,
-            sampling=sampling if s.origin == "target" else {},
-            seed=s.seed,
-            counts=counts,
-            git_sha=provenance.git_sha(),
-            versions=provenance.versions(),
-            engine=s.engine,
-            encoder_decoder=reader.encoder_decoder,
-            template=reader.template,
-            row_templates=manifest.count_arguments(prompt.arguments for prompt in prompts),
-        ),
+    made = manifest.Manifest(
+        target=reader.name,
+        revision=reader.revision,
+        tokenizer_hash=reader.fingerprint,
+        chat_template_hash=reader.chat_template_hash,
+        sampling=sampling if s.origin == "target" else {},
+        seed=s.seed,
+        counts=counts,
+        git_sha=provenance.git_sha(),
+        versions=provenance.versions(),
+        engine=s.engine,
+        encoder_decoder=reader.encoder_decoder,
+        template=reader.template,
+        row_templates=manifest.count_arguments(prompt.arguments for prompt in prompts),
     )
-
-
-def check_same_target(s: SampleConfig, reader: TargetTokenizer) -> None:
-    """UserError if answers in `out` are of another target than those that are to come, unless `allow_changed`."""
-    if reader.identity is None:
-        return
-    for then in sample_store.targets_in(Path(s.out)):
-        if then is None:
-            damage.warn(f"shards in {s.out} name no target: whether it was this one is not checked")
-        elif found := difference(then, reader.identity):
-            what = f"the answers in {s.out} are of another target ({found})"
-            run_dir.refuse_change(what, s.allow_changed)
+    manifest.write_manifest(Path(s.out), made)
 
 
 def unanswered_prompts(
@@ -121,151 +108,166 @@ def unanswered_prompts(
     reader: TargetTokenizer,
     prompts: Sequence[TokenizedPrompt],
 ) -> list[TokenizedPrompt]:
-    """The prompts that have no row in `out` yet. Every rank must call it."""
+    """The prompts that have no row in `out` yet. Every rank must call it.
+
+    UserError if answers in `out` are of another target than those that are to come, unless `allow_changed`.
+    """
+    out = Path(s.out)
     with collective.raise_on_all_ranks(state):
         if state.is_main_process:
-            check_same_target(s, reader)
-            sample_store.remove_partial(Path(s.out))
-            manifest.set_damaged_aside(Path(s.out), {prompt.id for prompt in prompts})
-    done = sample_store.done_ids(Path(s.out))
+            for then in sample_store.targets_in(out) if reader.identity else []:
+                if then is None:
+                    said = "name no target: whether it was this one is not checked"
+                    damage.warn(f"shards in {s.out} {said}")
+                elif found := difference(then, reader.identity or then):
+                    what = f"the answers in {s.out} are of another target ({found})"
+                    run_dir.refuse_change(what, s.allow_changed)
+            sample_store.remove_partial(out)
+            manifest.set_damaged_aside(out, {prompt.id for prompt in prompts})
+    done = sample_store.row_ends(out)
     state.wait_for_everyone()  # no rank writes a shard before every rank has read which prompts are done
     return [prompt for prompt in prompts if prompt.id not in done]
 
 
 def count_answers(
-    s: SampleConfig, prompts: Sequence[TokenizedPrompt], dropped: dict[str, int]
+    s: SampleConfig,
+    prompts: Sequence[TokenizedPrompt],
+    dropped: dict[str, int],
+    failures: Counter[str],
 ) -> dict[str, int]:
     """The manifest's counts: asked = answered + failed + answers_too_short + skipped, and why prompts were dropped.
 
-    Only a server's answers can be skipped; their counts also say why.
+    Only a server's answers can be skipped; their counts also say why. UserError if it has given no usable answer at
+    all: then something is wrong with all of them.
     """
     ends = sample_store.row_ends(Path(s.out))
     found = [ends[prompt.id] for prompt in prompts if prompt.id in ends]
-    answered = [supervised for supervised, _ in found]
-    skipped = {}
-    if s.served:
-        ended = Counter(reason for _, reason in found)
-        skipped = {reason: ended[reason] for reason in SKIPPED}
-        skipped["skipped"] = sum(skipped.values())
+    answered = sum(supervised for supervised, _ in found)
+    ended = Counter(reason for _, reason in found)
+    skipped = {reason: ended[reason] for reason in SKIPPED} if s.served else {}
+    total = {"skipped": sum(skipped.values())} if s.served else {}
+    if s.served and answered == 0:
+        reasons = failures + Counter(skipped)
+        why = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+        raise UserError(
+            f"the server at {s.url or 'a port of this machine'} answered none of {len(prompts)} prompts so that "
+            f"training could use it ({why or 'all are too short or too long'})"
+        )
     return {
         "asked": len(prompts),
-        "answered": sum(answered),
-        "failed": len(prompts) - len(answered),
-        "answers_too_short": len(answered) - sum(answered) - skipped.get("skipped", 0),
+        "answered": answered,
+        "failed": len(prompts) - len(found),
+        "answers_too_short": len(found) - answered - sum(skipped.values()),
         **skipped,
+        **total,
         **dropped,
     }
 
 
-def check_some_answered(s: SampleConfig, counts: dict[str, int], failures: Counter[str]) -> None:
-    """UserError if a server has given no usable answer at all: then something is wrong with all of them."""
-    if s.served and counts["answered"] == 0:
-        skipped = Counter({reason: counts[reason] for reason in SKIPPED if counts[reason]})
-        why = ", ".join(f"{reason}: {count}" for reason, count in (failures + skipped).items())
-        raise UserError(
-            f"the server at {s.url or 'a port of this machine'} answered none of {counts['asked']} prompts so that "
-            f"training could use it ({why or 'all are too short or too long'})"
-        )
-
-
 def check_engine(s: SampleConfig) -> None:
     """UserError for settings of one engine that are given with another."""
-    if s.engine != "openai" and (s.url or s.model):
-        raise UserError("--url and --model are of a server: add --engine openai, or drop them")
-    if s.engine != "vllm" and (s.vllm_python or s.vllm_args):
-        raise UserError("--vllm_python and --vllm_args: add --engine vllm, or drop them")
-    if s.served and s.origin == "text":
-        raise UserError(f"--origin text asks nobody for answers: drop --engine {s.engine}")
-    if s.served and s.draft != "none":
-        raise UserError("--draft is for the local engine: give the draft to the server, or drop it")
-    if s.mode != "eager" and (s.served or s.origin == "text"):
-        raise UserError("--mode is of the local engine: drop it")
-    if s.served and load_config(s.target, "target", s.revision).is_encoder_decoder:
-        raise UserError(
-            f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"
-        )
-    if s.placement.kind != "single" and (s.served or s.origin == "text"):
-        raise UserError("placement is of a target that is loaded here: leave its kind at single")
+    is_text = s.origin == "text"
+    for is_wrong, line in (
+        (s.engine != "openai" and (s.url or s.model),
+         "--url and --model are of a server: add --engine openai, or drop them"),
+        (s.engine != "vllm" and (s.vllm_python or s.vllm_args),
+         "--vllm_python and --vllm_args: add --engine vllm, or drop them"),
+        (s.served and is_text, f"--origin text asks nobody for answers: drop --engine {s.engine}"),
+        (s.served and s.draft != "none",
+         "--draft is for the local engine: give the draft to the server, or drop it"),
+        (s.mode != "eager" and (s.served or is_text), "--mode is of the local engine: drop it"),
+        (s.served and load_config(s.target, "target", s.revision).is_encoder_decoder,
+         f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"),
+        (s.placement.kind != "single" and (s.served or is_text),
+         "placement is of a target that is loaded here: leave its kind at single"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UserError(line)
     if s.engine == "vllm":
-        vllm_client.find_interpreter(
-            s.vllm_python
-        )  # UserError here rather than behind a line of progress
+        vllm_client.find_interpreter(s.vllm_python)  # or a UserError
 
 
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
     """(the target's tokenizer, what writes the rows)."""
+    reader = load_reader(s)  # UserError for a template before the weights are read
     if s.origin == "text":
-        return load_reader(s), partial(write_texts, s)
+        return reader, partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
             server = replace(completions.connect(s), own=s.engine == "vllm")
-        reader = load_reader(s)
+        # Weights behind a server are known only where it was started for this run.
+        identity = ModelFingerprint(served_as=server.model)
+        if s.engine == "vllm":
+            folder = model_folder(s.target, "target", s.revision)
+            identity = model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
+        identity = replace(identity, chat_template=reader.chat_template_hash)
         context = min(reader.context, server.context or reader.context)
-        reader = replace(reader, context=context, identity=served_identity(s, server.model, reader))
+        reader = replace(reader, context=context, identity=identity)
         return reader, partial(server_engine.generate_answers, s, server, reader)
     device = str(state.device) if s.device == "auto" else s.device
-    load_reader(s)  # UserError for a template before the weights are read
     target = load_target(s.placement, s.target, device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     if draft is not None:
         check_request(draft, s.k, s.sampling)
     engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
-    reader = TargetTokenizer.from_target(target).with_template(s.template)
-    return reader, partial(local_engine.generate_answers, s, engine, reader.identity)
+    identity = replace(target.identity, chat_template=reader.chat_template_hash)
+    context, embedded = target.runner.context, target.runner.embedding_rows
+    reader = replace(reader, context=context, eos=target.eos, identity=identity, embedded=embedded)
+    return reader, partial(local_engine.generate_answers, s, engine, identity)
 
 
 def load_reader(s: SampleConfig) -> TargetTokenizer:
-    """The target's tokenizer with the chat template of the settings, without weights."""
     return load_target_tokenizer(s.target, s.revision).with_template(s.template)
 
 
-def served_identity(s: SampleConfig, served_as: str, reader: TargetTokenizer) -> ModelFingerprint:
-    """Of the target behind a server: its weights are known only where the server was started for this run."""
-    found = ModelFingerprint(served_as=served_as)
-    if s.engine == "vllm":
-        folder = model_folder(s.target, "target", s.revision)
-        found = model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
-    return replace(found, chat_template=reader.chat_template_hash)
+def usual_answer_length(reader: TargetTokenizer) -> int:
+    """Tokens of the longest answer where the settings do not say it."""
+    template = str(reader.tokenizer.chat_template or "")
+    if not template:
+        return PLAIN_TOKENS
+    thinks = reader.template.get("enable_thinking", True) and any(x in template for x in THOUGHTS)
+    return THINKING_TOKENS if thinks else CHAT_TOKENS
 
 
 def main(s: SampleConfig) -> None:
     check_engine(s)
+    if not s.max_new_tokens and s.origin == "target":
+        s = replace(s, max_new_tokens=usual_answer_length(load_reader(s)))
     run_placed(s.placement, partial(sample, s))
 
 
 def sample(s: SampleConfig) -> None:
     """Answers the prompts, or goes on where an earlier start stopped."""
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    if s.engine != "vllm":
-        write_answers(s, state, *load_engine(s, state))
-        return
     with ExitStack() as server:
-        url = ""
-        with collective.raise_on_all_ranks(state):
-            if state.is_main_process:
-                load_reader(s)  # UserError for a template before the server starts
-                Console(stderr=True).print(f"vLLM starts to serve {s.target}")
-                started = vllm_client.target_server(
-                    s.vllm_python,
-                    s.target,
-                    s.revision,
-                    s.dtype,
-                    rows=s.concurrency * state.num_processes,
-                    arguments=s.vllm_args,
-                    seconds=s.start_timeout,
-                )
-                url = server.enter_context(started)
-        at = replace(s, url=collective.broadcast(url))
-        write_answers(s, state, *load_engine(at, state))
-        state.wait_for_everyone()  # the server ends with the main process's block
+        if s.engine == "vllm":
+            url = ""
+            with collective.raise_on_all_ranks(state):
+                if state.is_main_process:
+                    load_reader(s)  # UserError for a template before the server starts
+                    Console(stderr=True).print(f"vLLM starts to serve {s.target}")
+                    started = vllm_client.target_server(
+                        s.vllm_python,
+                        s.target,
+                        s.revision,
+                        s.dtype,
+                        rows=s.concurrency * state.num_processes,
+                        arguments=s.vllm_args,
+                        seconds=s.start_timeout,
+                    )
+                    url = server.enter_context(started)
+            at = replace(s, url=collective.broadcast(url))
+            write_answers(s, state, *load_engine(at, state))
+            state.wait_for_everyone()  # the server ends with the main process's block
+        else:
+            write_answers(s, state, *load_engine(s, state))
 
 
 def warn_of_unfollowed_settings(s: SampleConfig) -> None:
     """One line on stderr about what the target's generation_config.json says otherwise than this run."""
     followed = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
-    found = unfollowed_settings(s.target, s.revision, followed)
-    if found:
+    if found := unfollowed_settings(s.target, s.revision, followed):
         named = (f"{k} {v}" if isinstance(v, int | float | str) else k for k, v in found.items())
         damage.warn(
             f"{s.target}: answers do not follow what its generation_config.json asks for ({', '.join(named)}): "
@@ -289,10 +291,9 @@ def write_answers(
         )
     evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
     reads = [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
+    console = Console(stderr=True, quiet=not state.is_main_process)
     with collective.open_run(state, s, COMMAND, OWNED_FILES, reads):
         todo = unanswered_prompts(s, state, reader, fitting)
-        rank_prompts = todo[state.process_index :: state.num_processes]
-        console = Console(stderr=True, quiet=not state.is_main_process)
         for line in log.lines():
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(
@@ -303,24 +304,22 @@ def write_answers(
             collective.raise_on_all_ranks(state),
             progress_bars(console, ("speed",), disable=not state.is_main_process) as bars,
         ):
-            failures = engine(rank_prompts, bars)
+            failures = engine(todo[state.process_index :: state.num_processes], bars)
         failures = sum(gather_object([failures]), Counter[str]())
-        if state.is_main_process:
-            counts = count_answers(s, prompts, dropped)
-            check_some_answered(s, counts, failures)
-            write_manifest(s, reader, prompts, counts)
-            too_long = len(prompts) - len(fitting)
-            console.print(
-                f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "
-                f"{counts['answers_too_short']} with too short an answer: {s.out}"
-            )
-            if s.engine == "openai" and reader.identity is not None:
-                name = reader.identity.served_as
-                console.print(
-                    f"which weights the server calls {name} is not known: the set names none"
-                )
-            if s.served:
-                print(json.dumps({**counts, "too_long": too_long, "failures": failures}))
+        if not state.is_main_process:
+            return
+        counts = count_answers(s, prompts, dropped, failures)
+        write_manifest(s, reader, prompts, counts)
+        too_long = len(prompts) - len(fitting)
+        console.print(
+            f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "
+            f"{counts['answers_too_short']} with too short an answer: {s.out}"
+        )
+        if s.engine == "openai" and reader.identity is not None:
+            name = reader.identity.served_as
+            console.print(f"which weights the server calls {name} is not known: the set names none")
+        if s.served:
+            print(json.dumps({**counts, "too_long": too_long, "failures": failures}))
 
 
 if __name__ == "__main__":

@@ -99,37 +99,36 @@ def user_turn(tokenizer: Any, system: str) -> UserTurn:
         raise UserError(
             "the target's tokenizer has no chat template: use an instruction-tuned target"
         )
-    messages = [{"role": "system", "content": system}] if system else []
-    ids = encode_prompt(tokenizer, [*messages, {"role": "user", "content": MARK}])
-    text = tokenizer.decode(ids)
+    text = tokenizer.decode(encode_prompt(tokenizer, chat(system, MARK)))
     before, found, after = text.rpartition(MARK)
-    ending = tokenizer(after, add_special_tokens=False)["input_ids"]
+    beginning, ending = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
+    )
+    does = ""
     if not found or not ending or ending[0] not in tokenizer.all_special_ids:
-        raise UserError(
-            "the target's chat template does not end a user's turn with a special token: write prompts with another "
-            "model"
-        )
-    beginning = tokenizer(before, add_special_tokens=False)["input_ids"]
-    if not beginning:
-        raise UserError(
-            "the target's chat template puts nothing before the user's words: write prompts with another model"
-        )
+        does = "does not end a user's turn with a special token"
+    elif not beginning:
+        does = "puts nothing before the user's words"
+    if does:
+        raise UserError(f"the target's chat template {does}: write prompts with another model")
     return UserTurn(beginning, ending[0])
+
+
+def chat(system: str, asked: str) -> Messages:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": asked}]
 
 
 def user_turns(s: WritePromptsConfig, target: Target) -> list[UserTurn]:
     """`user_turn` of each system message. UserError for one that leaves no room in the target's context."""
-    turns = []
-    for number, system in enumerate(s.systems):
-        turn = user_turn(target.tokenizer, system)
-        ids = turn.beginning
+    turns = [user_turn(target.tokenizer, system) for system in s.systems]
+    for number, (ids, _) in enumerate(turns):
         check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
         if len(ids) >= target.runner.context:
             raise UserError(
                 f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "
                 f"{target.runner.context}: shorten it"
             )
-        turns.append(turn)
     return turns
 
 
@@ -142,8 +141,6 @@ def write_prompts(
     s: WritePromptsConfig, target: Target, turns: list[UserTurn], todo: list[int], log: Path
 ) -> None:
     """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished."""
-    if not todo:
-        return
     target = replace(target, eos=target.eos | {turn.end for turn in turns})
     written: dict[int, list[int]] = {}
     tokens, start = 0, time.perf_counter()
@@ -193,19 +190,8 @@ def whole_prompts(s: WritePromptsConfig, written: list[WrittenPrompt]) -> dict[s
         if entry.finish_reason != "eos" or entry.text in seen:
             continue
         seen.add(entry.text)
-        system = s.systems[number % len(s.systems)]
-        messages = [{"role": "system", "content": system}] if system else []
-        prompts[prompt_id(s, number)] = [*messages, {"role": "user", "content": entry.text}]
+        prompts[prompt_id(s, number)] = chat(s.systems[number % len(s.systems)], entry.text)
     return prompts
-
-
-def check_same_target(s: WritePromptsConfig, target: Target, written: list[WrittenPrompt]) -> None:
-    """UserError if another target wrote some of the prompts, unless `allow_changed`."""
-    for then in {entry.target for entry in written}:
-        found = difference(then, target.identity)
-        if found:
-            what = f"another target wrote prompts in {s.out} ({found})"
-            run_dir.refuse_change(what, s.allow_changed)
 
 
 def main(s: WritePromptsConfig) -> None:
@@ -216,10 +202,14 @@ def main(s: WritePromptsConfig) -> None:
     out = Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, [s.target]):
         written = read_written(out / LOG_FILE)
-        check_same_target(s, target, written)
+        for then in {entry.target for entry in written}:
+            if found := difference(then, target.identity):
+                what = f"another target wrote prompts in {s.out} ({found})"
+                run_dir.refuse_change(what, s.allow_changed)
         done = {entry.number for entry in written}
         todo = [number for number in range(s.count) if number not in done]
-        write_prompts(s, target, turns, todo, out / LOG_FILE)
+        if todo:
+            write_prompts(s, target, turns, todo, out / LOG_FILE)
         prompts = whole_prompts(s, read_written(out / LOG_FILE))
         if not prompts:
             raise UserError(

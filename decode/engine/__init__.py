@@ -8,7 +8,9 @@ records      what a round did to one prompt, and the record of a whole request
 text_stream  the text of an answer while its tokens arrive: whole characters
 image_prompts  a prompt with images as token ids and what the model's vision part reads
 compiled     torch.compile for the two halves of a round, a round as one CUDA graph, asynchronous copies to the host
+trained_template  the chat template of a command's setting, else that of its draft's training
 warm_up      runs every shape of rounds once, before decoding is timed
 
-May import decode.common, decode.model, decode.verification, decode.constraints and decode.drafts.
+May import decode.common, decode.model, decode.verification, decode.constraints, decode.checkpoints and
+decode.drafts.
 """

@@ -157,16 +157,11 @@ class TunedReport:
             for task in dict.fromkeys(c.task for c in cells):
                 own = [c for c in cells if (c.temperature, c.task) == (temperature, task)]
                 best = max(own, key=lambda c: c.speedup.value or 0.0)
-                held = [c.held_out for c in self.chosen if _is_choice(c, best)]
-                found.append(
-                    TunedChain(best, held[0] if held else None, sorted({c.k for c in own}))
-                )
+                place = ("temperature", "batch_size", "task", "method", "k", "tree")
+                chosen = (c for c in self.chosen if all(vars(c)[x] == vars(best)[x] for x in place))
+                held = next((c.held_out for c in chosen), None)
+                found.append(TunedChain(best, held, sorted({c.k for c in own})))
         return found
-
-
-def _is_choice(chosen: ChosenSetting, cell: SweepCell) -> bool:
-    names = ("temperature", "batch_size", "task", "method", "k", "tree")
-    return all(vars(chosen)[name] == vars(cell)[name] for name in names)
 
 
 def read_tuned(path: Path, report: EvalReport | None = None) -> TunedReport:

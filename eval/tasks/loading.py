@@ -24,7 +24,6 @@ from eval.tasks.dataset_specs import (
     find_dataset_spec,
     load_rows,
     render_template,
-    row_domain,
 )
 from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
 
@@ -190,10 +189,9 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     hashed = json.dumps([prompt, *others] if others else prompt)
     digest = hashlib.sha256(hashed.encode()).hexdigest()[:16]
     own_id = evaluate_expression(spec.id, row)
-    domain = row_domain(spec, row)
-    metric, reference = spec.metric_for(domain), ""
-    if metric:
-        reference = render_template(spec.reference, row).strip("\n")
+    domain = str(evaluate_expression(spec.domain_from, row) or spec.domain)
+    metric = spec.metrics.get(domain, spec.metric)
+    reference = render_template(spec.reference, row).strip("\n") if metric else ""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     return TaskPrompt(
         task=task.name,

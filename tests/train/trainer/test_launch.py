@@ -276,9 +276,9 @@ def test_two_values_are_refused_and_named(
 def test_the_loop_in_force(
     ours: LoopConfig, said: Claims, processes: int, wanted: tuple[int, int, float]
 ) -> None:
-    found = launch.settle_loop(ours, said, processes)
+    found = launch.settle_loop(ours, said, processes, LoopConfig())
     assert (found.batch_size, found.micro_batch, found.clip) == wanted
-    assert launch.settle_loop(found, said, processes) == found  # --config run.yaml
+    assert launch.settle_loop(found, said, processes, LoopConfig()) == found  # --config run.yaml
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_two_loops_are_refused(
     ours: LoopConfig, said: Claims, processes: int, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        launch.settle_loop(ours, said, processes)
+        launch.settle_loop(ours, said, processes, LoopConfig())
     for word in words:
         assert word in str(error.value)
 

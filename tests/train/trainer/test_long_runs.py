@@ -379,7 +379,7 @@ def test_a_row_that_the_teacher_cannot_read_is_named(
     save_file(weights, folder.target / WEIGHTS, metadata={"format": "pt"})
     bad = rows[0] | {"input_ids": [token, *rows[0]["input_ids"][1:]]}  # type: ignore[operator]
     out = tmp_path / "set"
-    sample_store.add_shard(out, [bad, *rows[1:]])
+    sample_store.write_shard(out, [bad, *rows[1:]])
     write_manifest(out, read_manifest(data))
     batches = mixture.load(str(out), 512)[0].global_batch
     met = next(n for n in range(16) if bad["id"] in [x["id"] for x in batches(8, 0, n)]) + 1
