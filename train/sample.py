@@ -58,6 +58,9 @@ from train.trainer import collective
 
 COMMAND = "train/sample.py"
 OWNED_FILES = ("manifest.json", "shards/*.parquet")
+PLAIN_TOKENS, CHAT_TOKENS, THINKING_TOKENS = 256, 1024, 2048
+THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "<|channel|>")
+"""What a chat template has that writes thoughts before an answer."""
 Engine = Callable[[Sequence[TokenizedPrompt], ProgressBars], Counter[str]]
 """Writes rows for prompts; returns {why prompts failed: how many}."""
 
@@ -218,8 +221,19 @@ def load_reader(s: SampleConfig) -> TargetTokenizer:
     return load_target_tokenizer(s.target, s.revision).with_template(s.template)
 
 
+def usual_answer_length(reader: TargetTokenizer) -> int:
+    """Tokens of the longest answer where the settings do not say it."""
+    template = str(reader.tokenizer.chat_template or "")
+    if not template:
+        return PLAIN_TOKENS
+    thinks = reader.template.get("enable_thinking", True) and any(x in template for x in THOUGHTS)
+    return THINKING_TOKENS if thinks else CHAT_TOKENS
+
+
 def main(s: SampleConfig) -> None:
     check_engine(s)
+    if not s.max_new_tokens and s.origin == "target":
+        s = replace(s, max_new_tokens=usual_answer_length(load_reader(s)))
     run_placed(s.placement, partial(sample, s))
 
 

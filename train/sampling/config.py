@@ -41,8 +41,9 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     """origin text: texts without a prompt are cut into pieces of this many tokens."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     """How answers are sampled. At temperature 1 they follow the target's own distribution."""
-    max_new_tokens: Count = 256
-    """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
+    max_new_tokens: CountOrZero = 0
+    """Tokens of the longest answer; 0: 2,048 where the target's chat template writes thoughts, 1,024 with another one,
+    256 for a target without any. A chat ends with the first reply that was cut off here."""
     engine: Literal["local", "openai", "vllm"] = "local"
     """local: this project's engine loads the target; openai: a server that speaks OpenAI's API answers (vLLM, SGLang,
     llama.cpp), and only the target's tokenizer and chat template are loaded; vllm: such a server is started for this

@@ -26,7 +26,7 @@ K = 4
 
 def trainee_of(name: str, model: Any, **settings: Any) -> Any:
     """A head with random weights, whose correction says something."""
-    chosen = {"vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
+    chosen = {"depth": 2, "vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
     if name == "dspark":
         chosen["markov_rank"] = 6
     config = DistillConfig(draft=family_settings(name)(**chosen))

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.decode.engine.test_engine import hf_text
 from train import sample
 from train.data import batching, sample_store
 from train.data.conversations import Conversation, Prompt, encode_prompt
+from train.data.prompt_pipeline import TargetTokenizer
 from train.families.dflash import default_taps
 from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
@@ -807,3 +809,14 @@ def test_what_is_given_stands_above_the_family() -> None:
     )
     assert default_taps(36) == (2, 10, 18, 26, 34)
     assert default_taps(4) == (2,)
+
+
+def test_answers_are_as_long_as_the_template_asks() -> None:
+    """Bug: a thinking target is cut off in its thoughts, which are then all that a draft learns."""
+    lengths = {}
+    for kind in ("gemma3", "qwen3", "gpt_oss"):
+        reader = SimpleNamespace(tokenizer=tokenizer_of(kind), template={})
+        lengths[kind] = sample.usual_answer_length(cast(TargetTokenizer, reader))
+    assert lengths == {"gemma3": 1024, "qwen3": 2048, "gpt_oss": 2048}
+    off = SimpleNamespace(tokenizer=tokenizer_of("qwen3"), template={"enable_thinking": False})
+    assert sample.usual_answer_length(cast(TargetTokenizer, off)) == 1024

@@ -40,12 +40,30 @@ FAMILIES: dict[str, list[object]] = {
     "eagle1": ["--draft.init", "", "--draft.family", "eagle1"],
     "eagle3": ["--draft.init", "", "--draft.family", "eagle3", "--draft.steps", 2]
     + ["--draft.taps", "[0, 1, 2]", "--draft.vocab", 100],
-    "pard": ["--draft.family", "pard", "--draft.block", 3],
+    "pard": ["--draft.family", "pard", "--draft.block", 3, "--draft.depth", 2],
     "peagle": ["--draft.init", "", "--draft.family", "peagle", "--draft.block", 3]
     + ["--draft.taps", "[0, 1, 2]", "--draft.vocab", 100],
-    "dflash": ["--draft.init", "", "--draft.family", "dflash", "--draft.block", 3]
+    "dflash": [
+        "--draft.init",
+        "",
+        "--draft.family",
+        "dflash",
+        "--draft.block",
+        3,
+        "--draft.depth",
+        2,
+    ]
     + ["--draft.taps", "[1, 2]", "--draft.vocab", 100],
-    "dspark": ["--draft.init", "", "--draft.family", "dspark", "--draft.block", 3]
+    "dspark": [
+        "--draft.init",
+        "",
+        "--draft.family",
+        "dspark",
+        "--draft.block",
+        3,
+        "--draft.depth",
+        2,
+    ]
     + ["--draft.taps", "[1, 2]", "--draft.vocab", 100, "--draft.markov_rank", 4],
     "mtp": ["--draft.init", "", "--draft.family", "mtp", "--draft.steps", 2],
 }
