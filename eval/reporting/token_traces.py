@@ -11,11 +11,9 @@ from decode.engine.text_stream import LabelledText, TextStream
 from eval.results.report import EvalReport, unique_names
 
 MAX_TRACES = 3
-MAX_PROMPT_CHARACTERS = 240
-"""Only the end of a longer prompt is shown."""
+MAX_PROMPT_CHARACTERS = 240  # only the end of a longer prompt is shown
 
-OutputLine = dict[str, Any]
-"""A line of outputs.jsonl, as eval/run.py writes it."""
+OutputLine = dict[str, Any]  # A line of outputs.jsonl, as eval/run.py writes it
 OUTPUT_KEYS = {"task", "method", "temperature", "prompt_ids", "output_ids", "rounds"}
 
 
@@ -27,8 +25,7 @@ class TraceSegment:
     kind: str
     """"accepted": drafted tokens that were accepted; "own": a token of the target (the first token, a correction after
     a rejection, or the bonus token after a draft that was accepted whole)."""
-    rejected: int = 0
-    """Number of drafted tokens that were rejected just before it."""
+    rejected: int = 0  # number of drafted tokens that were rejected just before it
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,7 @@ class TokenTrace:
 
     task: str
     method: str
-    prompt: str
-    """The end of the prompt's text."""
+    prompt: str  # the end of the prompt's text
     segments: list[TraceSegment]
     rounds: int
     tokens: int
