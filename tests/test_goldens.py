@@ -50,9 +50,9 @@ FAMILIES: dict[str, str] = {
     "medusa": "--draft.heads 3",
     "eagle1": "",
     "eagle3": "--draft.vocab 64 --draft.steps 3 --draft.taps [1,2,3]",
-    "peagle": "--draft.vocab 64 --draft.block 4 --draft.taps [1,2,3]",
-    "dflash": "--draft.block 4 --draft.depth 1 --draft.taps [1,2,3]",
-    "dspark": "--draft.block 4 --draft.depth 1 --draft.taps [1,2,3] --draft.markov_rank 8",
+    "peagle": "--draft.vocab 64 --draft.block 4 --draft.taps [1,2,3] --draft.retention 0.7",
+    "dflash": "--draft.vocab null --draft.block 4 --draft.depth 1 --draft.taps [1,2,3]",
+    "dspark": "--draft.vocab null --draft.block 4 --draft.depth 1 --draft.taps [1,2,3] --draft.markov_rank 8",
     "mtp": "--draft.steps 3",
     "medusa2": "--draft.heads 3 --draft.target_lora_rank 2",
     "layerskip": "--draft.exit_layer 1",
@@ -63,7 +63,8 @@ QUICK = ("causal", "medusa", "eagle3", "dspark", "ngram")
 """What the fast suite looks at where a look takes longer; the rest is slow."""
 TRAINING = (
     "--target target --data samples --loop.steps 3 --loop.batch_size 4 --loop.micro_batch 4 --loop.eval_every 0 "
-    "--loop.max_length 64 --loop.log_every 1 --check.prompts 1 --check.max_new_tokens 4 --wandb disabled"
+    "--loop.max_length 64 --loop.log_every 1 --check.prompts 1 --check.max_new_tokens 4 --wandb disabled "
+    "--loop.lr 0.001 --loop.min_lr 0.1 --loop.warmup 50 --loop.clip 1.0 --loss forward_kl --weights.decay 0.8"
 )
 TASKS = "[{name: own, path: prompts.txt, limit: 3}]"
 FOUR = TASKS.replace("3", "4")

@@ -53,7 +53,7 @@ def ratio_interval(numerators: Numbers, denominators: Numbers, seed: int) -> Int
     """
     if not Ratio(numerators, denominators).has_interval:
         return None
-    return _percentile_interval(_safe_divide(*_resampled_sums([numerators, denominators], seed)))
+    return percentile_interval(_safe_divide(*_resampled_sums([numerators, denominators], seed)))
 
 
 def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
@@ -65,7 +65,7 @@ def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
         return Estimate(value)
     sums = _resampled_sums([*slow, *fast], seed)
     ratios = _safe_divide(_safe_divide(*sums[:2]), _safe_divide(*sums[2:]))
-    return Estimate(value, _percentile_interval(ratios))
+    return Estimate(value, percentile_interval(ratios))
 
 
 def paired_difference(a: Ratio, b: Ratio, seed: int) -> Estimate:
@@ -76,7 +76,7 @@ def paired_difference(a: Ratio, b: Ratio, seed: int) -> Estimate:
         return Estimate(value)
     sums = _resampled_sums([*a, *b], seed)
     differences = _safe_divide(*sums[:2]) - _safe_divide(*sums[2:])
-    return Estimate(value, _percentile_interval(differences))
+    return Estimate(value, percentile_interval(differences))
 
 
 def mean_of_ratios(numerators: Numbers, denominators: Numbers, seed: int) -> Estimate:
@@ -92,7 +92,7 @@ def mean_of_ratios(numerators: Numbers, denominators: Numbers, seed: int) -> Est
 
 
 def _safe_divide(numerators: Array, denominators: Array) -> Array:
-    """Element by element; NaN where the denominator is 0, which `_percentile_interval` drops."""
+    """Element by element; NaN where the denominator is 0, which `percentile_interval` drops."""
     out: Array = np.full(numerators.shape, np.nan)
     np.divide(numerators, denominators, out=out, where=denominators != 0)
     return out
@@ -106,7 +106,7 @@ def _resampled_sums(columns: Sequence[Numbers], seed: int) -> list[Array]:
     return [array[drawn].sum(1) for array in arrays]
 
 
-def _percentile_interval(values: Array) -> Interval | None:
+def percentile_interval(values: Array) -> Interval | None:
     values = values[np.isfinite(values)]
     if len(values) == 0:
         return None
