@@ -9,6 +9,7 @@ from torch import Tensor
 from decode.model.masks import SlotMask
 from tests.decode.drafts.test_dflash import formula_states
 from tests.heads import prefilled, randomise
+from tests.params import rotated
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
@@ -84,9 +85,9 @@ def gap(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, packed: bool = Fa
     return worst
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize(
+    ("arch", "name", "packed"), rotated(FEW, ["dflash", "dspark"], [False, True])
+)
 def test_slots_read_what_decoding_reads(
     arch: str, name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
