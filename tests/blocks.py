@@ -14,7 +14,7 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
 from tests.tiny import tiny_prompts
 
-K, LENGTH = 3, 24
+K, LENGTH = 3, 16
 PROMPTS = tiny_prompts(13, 1, 9, 2)
 SHAPES: dict[str, TreeShape] = {
     "chain": None,

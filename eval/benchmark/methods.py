@@ -35,14 +35,10 @@ class Method:
     """A draft at one setting, under the name that reports use. Methods are equal whatever object their draft is."""
 
     name: str
-    draft: Draft | None = field(default=None, compare=False, repr=False)
-    """None: plain decoding."""
-    k: int = 0
-    """Tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding."""
-    rule: str = "exact"
-    """Verification rule (decode/verification/registry.py)."""
-    shape: TreeShape = None
-    """Token tree; None: a chain."""
+    draft: Draft | None = field(default=None, compare=False, repr=False)  # None: plain decoding
+    k: int = 0  # tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding
+    rule: str = "exact"  # verification rule (decode/verification/registry.py)
+    shape: TreeShape = None  # token tree; None: a chain
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
     layers: int = 0

@@ -18,8 +18,7 @@ Interval = tuple[float, float]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-ALL_TASKS = "all"
-"""Stands for all tasks (or domains) together where a report names a task."""
+ALL_TASKS = "all"  # stands for all tasks (or domains) together where a report names a task
 MS_PER_SECOND = 1000.0
 
 

@@ -10,7 +10,7 @@ from tests.hostile.lab import Lab
 
 NUMBERS = {
     "train/sample.py": """
-        batch_size 0 -1 | k 0 -3 1000000 | max_new_tokens 0 -5 | shard_rows 0 -1 |
+        batch_size 0 -1 | k 0 -3 1000000 | max_new_tokens -5 | shard_rows 0 -1 |
         concurrency 0 -1 1000000 | timeout 0 -1 .nan .inf | retries -1 | window 0 1 |
         seed -1 99999999999999999999999 | sampling.temperature -0.5 .nan .inf | sampling.top_k -1 |
         sampling.top_p 0 1.5 .nan | filters.min_prompt 0 -1 | filters.max_prompt -1 | filters.min_answer 0 |

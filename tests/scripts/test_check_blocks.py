@@ -26,8 +26,8 @@ TAPS = [2, 6, 9]
 DRAFTS = {
     "pard": PardSettings(layers=[0, 1], block=4),
     "peagle": PEagleSettings(block=4, vocab=60, taps=TAPS),
-    "dflash": DFlashSettings(block=4, vocab=60, taps=TAPS),
-    "dspark": DSparkSettings(block=4, vocab=0, taps=TAPS, markov_rank=8),
+    "dflash": DFlashSettings(depth=2, block=4, vocab=60, taps=TAPS),
+    "dspark": DSparkSettings(depth=2, block=4, vocab=0, taps=TAPS, markov_rank=8),
     "mtp": MtpSettings(steps=2),
 }
 Config = dict[str, Any]

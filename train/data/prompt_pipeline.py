@@ -95,10 +95,7 @@ class TargetTokenizer:
         template = read_setting(setting)
         check_setting(self.tokenizer, template)
         tokenizer = with_template(self.tokenizer, template)
-        made = replace(self, tokenizer=tokenizer, template=template)
-        if self.identity is None:
-            return made
-        return replace(made, identity=replace(self.identity, chat_template=made.chat_template_hash))
+        return replace(self, tokenizer=tokenizer, template=template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +134,13 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
 
 
 def load_prompts(
-    s: PromptConfig, reader: TargetTokenizer, log: ReadLog | None = None
+    s: PromptConfig, reader: TargetTokenizer, log: ReadLog
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
     """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left.
 
     `log` is told how the sources were read. Prompts pass all steps one after the other, and only the token ids of those
     that are kept stay in memory.
     """
-    log = log or ReadLog()
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
@@ -166,12 +162,10 @@ def load_prompts(
             kept.append(TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments))
     log.check_share()
     total = len(kept) + sum(dropped[name] for name in FILTERS)
-    if total == 0 and (rows := dropped[UNANSWERED]):
-        raise UserError(
-            f"none of {rows} rows has an answer, such as {log.unanswered}: {ANSWER_ADVICE}"
-        )
     if total == 0:
-        raise UserError(NO_PROMPTS)
+        rows = dropped[UNANSWERED]
+        said = f"none of {rows} rows has an answer, such as {log.unanswered}: {ANSWER_ADVICE}"
+        raise UserError(said if rows else NO_PROMPTS)
     if len(kept) == 0:
         raise UserError(
             f"of {total} prompts none is left ({dropped[OVERLAPS]} overlap evaluation prompts, "

@@ -17,7 +17,8 @@ PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Data for a target</title>
 <style>body {{ margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: {background}; color: {foreground}; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.5 ui-monospace, monospace; }}</style></head>
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.5 ui-monospace, monospace; }}
+span[style*="#008000"] {{ background: #d5f2df; }}</style></head>
 <body><pre>{code}</pre></body></html>
 """
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}

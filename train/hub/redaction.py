@@ -124,7 +124,7 @@ def _check_json(path: Path, where: str, known: Collection[str]) -> None:
 def _check_lines(text: str, where: str, vocabulary: bool, known: Collection[str]) -> None:
     secret = find_secret(text, strict=not vocabulary, known=known)
     if secret is not None:
-        line = text.count("\n", 0, secret.start) + 1
+        line = text.count("\n", 0, secret.match.start()) + 1
         raise UserError(
             f"{where}, line {line}, holds what looks like {secret.what}: remove it and revoke it"
         )

@@ -24,8 +24,6 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
-from tests.decode.drafts.test_token_trees import SHAPES
-from tests.decode.engine.test_engine import texts
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import engine_law, own_law, tv
 from tests.heads import hf_states, randomise
@@ -63,16 +61,16 @@ def draft_of(target: Target, shape: TreeShape = None, **settings: Any) -> EarlyE
 
 
 @torch.no_grad()
-def plain_law(adapter: ExitAdapter, target: Target, text: list[int]) -> Tensor:
-    """[Vd]: the exit's logits after a text, from the hidden states of transformers' own pass."""
+def plain_laws(adapter: ExitAdapter, target: Target, text: list[int], count: int) -> Tensor:
+    """[count, Vd]: the exit's logits at a text's last tokens, from the hidden states of transformers' own pass."""
     states, _ = hf_states(target.runner.model, text)
-    logits = LMHead(target.runner.model)(adapter(states[adapter.layers][-1]))
-    return logits if adapter.ids is None else logits[adapter.ids]
+    logits = LMHead(target.runner.model)(adapter(states[adapter.layers][-count:]))
+    return logits if adapter.ids is None else logits[:, adapter.ids]
 
 
 @torch.no_grad()
 def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
-    """(largest difference of a chain's logits from `plain_law` of the text and the tokens drafted before, accepted
+    """(largest difference of a chain's logits from `plain_laws` of the text and the tokens drafted before, accepted
     lengths that occurred)."""
     own = tiny_target(tiny_model(arch))
     draft = draft_of(own, ids=ids)
@@ -89,16 +87,17 @@ def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
         draft.runner.step = keep  # type: ignore[method-assign,assignment]
         proposal = propose(history, length, k)
         for row, n in enumerate(length.tolist()):
-            text = [*history[row, :n].tolist(), *proposal.tokens[row].tolist()]
-            seen.extend((text[: n + i], law[row, -1]) for i, law in enumerate(laws))
+            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
+            own_laws = torch.stack([law[row, -1] for law in laws])
+            seen.append(([*history[row, :n].tolist(), *drafted], own_laws))
         return proposal
 
     draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, sampling=HOT)
+    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=12, sampling=HOT)
     adapter = draft.adapter
     assert adapter is not None
-    gaps = [(plain_law(adapter, own, text) - law).abs().max() for text, law in seen]
-    assert len(gaps) > 3 * K
+    gaps = [(plain_laws(adapter, own, text, len(laws)) - laws).abs().max() for text, laws in seen]
+    assert len(gaps) > 3
     return float(torch.stack(gaps).max()), {n for output in outputs for _, n in output.rounds}
 
 
@@ -156,16 +155,6 @@ def test_an_untrained_adapter_is_the_plain_early_exit() -> None:
 
 
 # ---- the text ----
-
-
-@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
-def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
-    """Catches drafting that spoils the K/V it shares with the target."""
-    own = tiny_target(tiny_model(arch))
-    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
-    for ids, seed in ((None, None), (IDS, 3)):  # one is accepted at times, the other hardly ever
-        draft = draft_of(own, SHAPES[shape], ids=ids, seed=seed)
-        assert texts(decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH)) == texts(plain)
 
 
 def three_tokens(arch: str) -> Any:

@@ -85,12 +85,15 @@ def test_greedy_text_of_any_architecture_is_its_own(arch: str) -> None:
     plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
     counts: set[int] = set()
     shapes: list[TreeShape] = [BUSHY, None, DynamicTree(3, 9), BUSHY]
+    some = FAMILIES if arch in FEW else ["eagle1", "eagle3"]  # the final state, and layers'
     for family, shape in zip(FAMILIES, shapes, strict=True):
+        if family not in some:
+            continue
         draft = knowing_draft(family, own, said(plain), shape, SOME)
         outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH)
         assert texts(outputs) == texts(plain), family
         counts |= accepted(outputs)
-    assert counts == {0, 1, 2, 3}
+    assert counts == {0, 1, 2, 3} if arch in FEW else len(counts) > 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -50,7 +50,7 @@ def test_prompts_are_kept_and_counted_as_step_by_step(
     )
     tokenizer = byte_tokenizer()
     reader = TargetTokenizer("tiny", None, tokenizer, "", 512, frozenset({0}))
-    found, dropped = load_prompts(s, reader)
+    found, dropped = load_prompts(s, reader, ReadLog())
 
     log = ReadLog()
     read = list(stream_prompts(s.sources, s.seed, log))
