@@ -9,18 +9,11 @@ from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
-from decode.drafts.registry import (
-    DRAFT_FAMILIES,
-    add_lookup,
-    create_draft,
-    find_family,
-    load_draft,
-    make_adaptive,
-    make_mirror,
-)
+from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
+from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
