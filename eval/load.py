@@ -117,8 +117,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Answer:
-    prompt: int
-    """Its number among the prompts."""
+    prompt: int  # its number among the prompts
     seconds: float
     tokens: int
     text: str

@@ -117,32 +117,25 @@ def publish_argument(value: Any, known: Known) -> Any:
     return value if plain or isinstance(value, bool | int | float) else WITHHELD
 
 
-Name = Annotated[str, NAME]
-"""A short name that somebody chose, of a method, a task or a device."""
-Word = Annotated[str, WORD]
-"""A word of this program: a loss, a rule, a family."""
+Name = Annotated[str, NAME]  # A short name that somebody chose, of a method, a task or a device
+Word = Annotated[str, WORD]  # A word of this program: a loss, a rule, a family
 Version = Annotated[str, VERSION]
-Setting = Annotated[str, SETTING]
-"""A draft length or tree as tables show it."""
+Setting = Annotated[str, SETTING]  # A draft length or tree as tables show it
 Place = Annotated[str, Kind(publish_place)]
 Digest = Annotated[str, Kind(publish_digest)]
-Revision = Annotated[str, Kind(publish_revision)]
-"""A branch, a tag, or a commit as a Digest."""
+Revision = Annotated[str, Kind(publish_revision)]  # A branch, a tag, or a commit as a Digest
 ServedName = Annotated[str, Kind(publish_served_name)]
 """A server's name for a model; published if it is a Place."""
-PromptId = Annotated[str, Kind(publish_prompt_id)]
-"""Published as its hash if it is no Name."""
+PromptId = Annotated[str, Kind(publish_prompt_id)]  # published as its hash if it is no Name
 Sentence = Annotated[str, Kind(publish_sentence)]
 """A sentence of this program; published if it has no path, link or address."""
 Withheld = Annotated[str, Kind(lambda value, known: WITHHELD)]
 """A text of other software, such as an error: published is only that there was one."""
 Argument = Annotated[Any, Kind(publish_argument)]
 """An argument of a chat template; of others than numbers and short texts only that there was one is published."""
-Option = Annotated[Any, Kind(publish_option)]
-"""A number, true or false, or a word."""
+Option = Annotated[Any, Kind(publish_option)]  # A number, true or false, or a word
 PRIVATE = object()
-Private = Annotated[T, PRIVATE]
-"""A field that is not published."""
+Private = Annotated[T, PRIVATE]  # A field that is not published
 
 
 def published(value: Any, kind: Any, where: str, known: Known = ()) -> Any:

@@ -97,7 +97,6 @@ TOKEN = re.compile(
 """A name that says that a secret follows, and something after it."""
 HEX = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{32,}|[0-9A-F]{32,})(?![A-Za-z0-9])")
 LONG = re.compile(r"[A-Za-z0-9+/_-]{32,}={0,2}")
-PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,4096}={0,2}")
 SECRET_NAMES = re.compile(r"TOKEN|API_?KEY|ACCESS_?KEY|SECRET|PASSW|CREDENTIAL", re.I)
 
@@ -147,7 +146,7 @@ def looks_random(word: str) -> bool:
 
     Names of models are as long, but have more separators or longer pieces between two changes.
     """
-    pieces = PIECE.findall(word)
+    pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", word)
     separators = len(re.findall(r"[/_-]", word))
     changes = re.search(r"\d", word) and re.search(r"[A-Za-z]", word)
     return bool(changes) and separators <= len(word) / 8 and len(word) < 3 * len(pieces) + 1

@@ -9,18 +9,11 @@ from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
-from decode.drafts.registry import (
-    DRAFT_FAMILIES,
-    add_lookup,
-    create_draft,
-    find_family,
-    load_draft,
-    make_adaptive,
-    make_mirror,
-)
+from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
+from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
@@ -35,14 +28,10 @@ class Method:
     """A draft at one setting, under the name that reports use. Methods are equal whatever object their draft is."""
 
     name: str
-    draft: Draft | None = field(default=None, compare=False, repr=False)
-    """None: plain decoding."""
-    k: int = 0
-    """Tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding."""
-    rule: str = "exact"
-    """Verification rule (decode/verification/registry.py)."""
-    shape: TreeShape = None
-    """Token tree; None: a chain."""
+    draft: Draft | None = field(default=None, compare=False, repr=False)  # None: plain decoding
+    k: int = 0  # tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding
+    rule: str = "exact"  # verification rule (decode/verification/registry.py)
+    shape: TreeShape = None  # token tree; None: a chain
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
     layers: int = 0

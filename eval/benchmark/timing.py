@@ -41,8 +41,7 @@ class TimingContext:
     top_p: float = 1.0
     mode: str = "eager"
     seed: int = 0
-    grammar: Matcher | None = None
-    """Of all answers; None: any text."""
+    grammar: Matcher | None = None  # of all answers; None: any text
 
     def sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.top_k, self.top_p)
@@ -76,8 +75,7 @@ class TimingResult:
     """Of other engines by label: one for each prompt, in their order."""
     refused: dict[Method, str] = field(default_factory=dict)
     """Methods that cannot run at their setting, and why; they have no records."""
-    repeated_turns: int = 0
-    """Turns that were measured again, since a method had stalled in them."""
+    repeated_turns: int = 0  # turns that were measured again, since a method had stalled in them
 
 
 def time_methods(

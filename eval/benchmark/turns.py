@@ -14,10 +14,8 @@ from eval.metrics.stalls import PassTime, SteadyTime, steady_times
 
 EngineAnswer = dict[str, Any]
 """One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}."""
-Column = tuple[str, str]
-"""A pass of every turn: (which part of an attempt, label)."""
-MOST_REPEATS = 2
-"""Of one turn."""
+Column = tuple[str, str]  # A pass of every turn: (which part of an attempt, label)
+MOST_REPEATS = 2  # of one turn
 REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
 """Repeats are at most this share of all turns, but so many in a short run: a slow machine must not go on forever."""
 
@@ -26,8 +24,7 @@ REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
 class Attempt:
     """One time that a turn was measured."""
 
-    records: dict[str, list[DecodeRecord]]
-    """By the method's label; a method that failed has none."""
+    records: dict[str, list[DecodeRecord]]  # by the method's label; a method that failed has none
     again: dict[str, list[DecodeRecord]]
     """The second passes of methods that are timed twice, which only plain decoding is."""
     answers: dict[str, list[EngineAnswer]] = field(default_factory=dict)

@@ -66,8 +66,7 @@ class ModelSize:
     """Number of parameters and of K/V values per token, from a model's files."""
 
     parameters: int
-    kv_values: int
-    """Numbers that the K/V cache holds for one token; 0 for a draft without a cache."""
+    kv_values: int  # numbers that the K/V cache holds for one token; 0 for a draft without a cache
     experts: bool = False
     """A mixture of experts, or an encoder and a decoder: one token reads only part of the weights, so the bounds here
     are too low."""

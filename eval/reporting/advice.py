@@ -46,8 +46,7 @@ class Advice:
     headline: str
     reasons: list[str]
     tables: list[Table]
-    checklist: dict[str, list[str]]
-    """Lines by step of the production checklist."""
+    checklist: dict[str, list[str]]  # lines by step of the production checklist
 
 
 def advise(

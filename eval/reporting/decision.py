@@ -37,14 +37,10 @@ class DecisionInputs:
     """The values that the decision depends on; None where one was neither measured nor given."""
 
     speedup: Estimate
-    utilisation: float | None
-    """Share of time that the GPU was busy during plain decoding, 0 to 1."""
-    reply_tokens: float | None
-    """Mean tokens per reply."""
-    needed_bytes: float | None
-    """Memory of both models and their KV caches at the planned load."""
-    available_bytes: float | None
-    """Memory of the device."""
+    utilisation: float | None  # share of time that the GPU was busy during plain decoding, 0 to 1
+    reply_tokens: float | None  # mean tokens per reply
+    needed_bytes: float | None  # memory of both models and their KV caches at the planned load
+    available_bytes: float | None  # memory of the device
 
     @property
     def fits(self) -> bool | None:

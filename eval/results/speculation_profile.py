@@ -16,8 +16,7 @@ from decode.serving.vllm_engine import VLLM
 from eval.results.report import EvalReport, MethodResult, TreeRecord
 
 SCHEMA_VERSION = "1.0"
-TOLERANCE = 0.02
-"""Of the mean length, as in the proposal."""
+TOLERANCE = 0.02  # of the mean length, as in the proposal
 DIGITS = 6
 AUTOREGRESSIVE = frozenset(("causal", "eagle1", "eagle3", "mtp", "medusa", "early-exit", "layerskip"))  # fmt: skip
 """Families whose chain of K tokens begins with their chain of K − 1, so that one K says what shorter ones give."""
@@ -73,8 +72,7 @@ class MarginalMonotonicity:
     """Whether no marginal rate is above the one before it."""
 
     passed: bool
-    violations: list[int]
-    """The positions of those that are."""
+    violations: list[int]  # the positions of those that are
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,10 @@ class ChosenSetting:
     prompts: int
     speedup: Annotated[Estimate, IntervalKey("ci")]
     speedup_of_sums: float | None = None
-    held_out: float | None
-    """Chosen on one half of the prompts, measured on the other."""
+    held_out: float | None  # chosen on one half of the prompts, measured on the other
     tau: float | None
     alpha: float | None
-    guide: tuple[int, int] | None
-    """Draft lengths that guides recommend, from and to."""
+    guide: tuple[int, int] | None  # draft lengths that guides recommend, from and to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +84,7 @@ class PredictedCell:
     predicted: float
     measured: Annotated[Estimate, IntervalKey("ci")]
     error: float
-    counted: bool
-    """Whether the measurement is precise enough, and none of the two lengths."""
+    counted: bool  # whether the measurement is precise enough, and none of the two lengths
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,7 @@ class TunedReport:
     versions: dict[Word, Version] = field(default_factory=dict)
     hardware: Hardware = Hardware()
     seed: int = 0
-    bandwidth: float = 0.0
-    """Bytes a second that the device reads."""
+    bandwidth: float = 0.0  # bytes a second that the device reads
     repeated_turns: int = 0
     chosen: list[ChosenSetting]
     predictions: Predictions

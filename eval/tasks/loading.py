@@ -61,23 +61,16 @@ class TaskPrompt:
     id: str
     prompt_ids: list[int]
     domain: str = ""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer."""
+    stop: tuple[str, ...] = ()  # texts that end an answer
     metric: str = ""
     """How an answer is scored: number, rouge-l, code, json, or empty for not at all."""
-    reference: str = ""
-    """What it is scored against: a text, or the program that tests it."""
-    prefix: str = ""
-    """Code that the answer continues."""
+    reference: str = ""  # what it is scored against: a text, or the program that tests it
+    prefix: str = ""  # code that the answer continues
     messages: Messages = field(default_factory=list)
-    tools: Tools | None = None
-    """What the chat may call."""
-    arguments: Arguments | None = None
-    """The row's own arguments of the chat template."""
-    later_turns: tuple[str, ...] = ()
-    """The user's messages after this turn."""
-    error: str = ""
-    """Why it cannot be decoded; empty if it can."""
+    tools: Tools | None = None  # what the chat may call
+    arguments: Arguments | None = None  # the row's own arguments of the chat template
+    later_turns: tuple[str, ...] = ()  # the user's messages after this turn
+    error: str = ""  # why it cannot be decoded; empty if it can
     form: str = ""
     """How its row of a file of the user's was read, such as "read as prompt (columns prompt)"."""
 

@@ -155,7 +155,7 @@ def test_sampled_engines_that_accept_alike_agree(
     assert (result["prompts"], result["draws"], result["permutations"]) == (24, 2, 20001)
     assert [part["name"] for part in result["parts"]] == ["alpha_1", "alpha_2", "alpha_3", "tau"]
     job = json.loads((tmp_path / "asked").read_text())
-    assert (set(job["temperatures"]), job["repair"]) == ({1.0}, True)
+    assert (job["temperature"], job["repair"]) == (1.0, True)
     assert job["speculative"]["draft_sample_method"] == "probabilistic"
     assert {len(seeds) for seeds in job["seeds"]} == {2}
     assert len({0, *sum(job["seeds"], [])}) == 49

@@ -23,7 +23,6 @@ LSH_BAND_SIZE = 4
 """Neighbouring hashes that must be equal in two signatures before the signatures are compared in full."""
 BUCKET_BITS = 18
 """Bits of a bucket's number: 2^18 buckets of each band, in which 10^6 texts make lists of 4."""
-BUCKET_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class EvaluationOverlap:
@@ -69,7 +68,7 @@ class NearDuplicates:
     def add(self, text: str) -> bool:
         """Adds the text and returns True, or returns False if it is a near duplicate of a text that was added."""
         signature = minhash_signature(text).astype(np.uint16).view(np.uint64)
-        buckets = (signature * BUCKET_FACTOR) >> np.uint64(64 - BUCKET_BITS)
+        buckets = (signature * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - BUCKET_BITS)
         bands = np.arange(len(signature))
         newest = self.newest[bands, buckets]
         if self._resembles(signature, bands, newest):

@@ -20,17 +20,12 @@ from train.data.conversations import Prompt, make_prompt, prompt_text
 from train.settings.data import PromptSource
 
 DOMAINS = ("code", "prose", "arithmetic")
-EXCERPT_LENGTHS = (200, 600)  # characters
 REPEATS = "dropped_as_repeats"
 EMPTY = "dropped_as_empty"
 UNANSWERED = "dropped_without_answer"
 REFUSED = "dropped_as_refused"
 """Names of the counts of rows that equal earlier ones, that hold nothing, for origin text that have no answer, and that
 cannot be read or encoded."""
-CHECKED_EARLY = 1000
-"""Rows after which the share of refused ones is checked for the first time."""
-NAMED_ROWS = 3
-"""Refused rows that are named; the others are counted."""
 
 
 @dataclass
@@ -61,7 +56,7 @@ class ReadLog:
         if self.max_bad_rows == 0:
             raise UserError(error)
         self.dropped[REFUSED] += 1
-        self.refused += [error][: NAMED_ROWS - len(self.refused)]
+        self.refused += [error][: 3 - len(self.refused)]
         cause = error.rpartition(": ")[2]
         self.causes[cause] += 1
         self.first_of.setdefault(cause, error)
@@ -230,7 +225,7 @@ def _read_rows(
             prompt = _read_row(item, label, source, answered, log)
         except UserError as error:
             log.refuse(str(error))
-        if log.rows == CHECKED_EARLY:
+        if log.rows == 1000:  # long before the end of a file in which hardly anything is right
             log.check_share()
         if prompt is not None:
             yield prompt
@@ -272,7 +267,7 @@ def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
     """Excerpts of 200 to 600 characters, whole lines, at random places of modules that are not held out."""
     sources = list(python_corpus.read_modules(False).values())
     ends = list(itertools.accumulate(len(text) for text in sources))
-    shortest, longest = EXCERPT_LENGTHS
+    shortest, longest = 200, 600
     for _ in range(tries):
         text = rng.choices(sources, cum_weights=ends)[0]
         start = text.find("\n", rng.randrange(len(text))) + 1

@@ -19,10 +19,6 @@ from train.doctor_checks.findings import Defect, Tally, count, percent
 from train.doctor_checks.rows import SeenRow
 from train.settings.data import TurnSelection
 
-LONGEST_PHRASE = 64
-"""Tokens of the longest phrase whose repetition is looked for."""
-LEAST_REPEATED = 24
-"""Tokens that must repeat what stood one phrase before them; and twice the phrase at least."""
 OPEN, CLOSE = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "<tool_response>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call")
 """What models write around tool calls and their results."""
@@ -97,10 +93,10 @@ def loop_length(ids: list[int]) -> int:
     """Tokens at the end of a reply that repeat one phrase, its first occurrence not counted; 0 if it is no loop."""
     tokens = np.asarray(ids)
     longest = 0
-    for period in range(1, min(LONGEST_PHRASE, len(ids) - 1) + 1):
+    for period in range(1, min(64, len(ids) - 1) + 1):  # tokens of the phrase
         differs = np.flatnonzero(tokens[period:] != tokens[:-period])
         repeated = len(ids) - period - (int(differs[-1]) + 1 if len(differs) else 0)
-        if repeated >= max(LEAST_REPEATED, 2 * period):
+        if repeated >= max(24, 2 * period):
             longest = max(longest, repeated)
     return longest
 

@@ -15,8 +15,6 @@ from train.doctor_checks.findings import Tally, percent
 from train.doctor_checks.rows import SeenRow
 
 FENCE = "```"
-LEAST_SHARE = 0.01
-"""Scripts with a smaller share of the letters are not listed."""
 
 
 class OverlapCheck:
@@ -82,7 +80,7 @@ class MixCheck:
 
     def facts(self) -> dict[str, str | int]:
         letters, rows = self.scripts.total(), self.sources.total()
-        listed = [(s, n) for s, n in self.scripts.most_common() if n >= LEAST_SHARE * letters]
+        listed = [(s, n) for s, n in self.scripts.most_common() if n >= 0.01 * letters]
         sources = self.sources.most_common(8)
         return {
             "scripts": ", ".join(f"{s} {percent(n, letters)}" for s, n in listed) or "none",

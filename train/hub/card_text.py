@@ -29,8 +29,7 @@ class CardInputs:
     """What a card is made from: published fields alone."""
 
     draft: DraftMetadata
-    config: Mapping[str, Any]
-    """The draft's config.json."""
+    config: Mapping[str, Any]  # the draft's config.json
     evidence: Evidence = Evidence()
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """{engine: findings of its rules} for each engine that was checked."""

@@ -26,8 +26,7 @@ from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
 from train.settings.training import HubLabels
 
-SIZES = ("1K", "10K", "100K", "1M", "10M")
-"""Borders of the Hub's size categories."""
+SIZES = ("1K", "10K", "100K", "1M", "10M")  # borders of the Hub's size categories
 SHARD_NAME = re.compile(r"[0-9a-f]{1,16}\.parquet")
 
 
@@ -37,12 +36,9 @@ class DatasetStats:
 
     manifest: dict[str, Any]
     """Its published fields, without the list of shards, whose copies may be others."""
-    rows: Counter[tuple[str, str]]
-    """Number of rows."""
-    tokens: Counter[tuple[str, str]]
-    """Tokens of prompts and answers."""
-    supervised: Counter[tuple[str, str]]
-    """Generated tokens, which training learns."""
+    rows: Counter[tuple[str, str]]  # number of rows
+    tokens: Counter[tuple[str, str]]  # tokens of prompts and answers
+    supervised: Counter[tuple[str, str]]  # generated tokens, which training learns
 
 
 def read_stats(folder: Path, target: str = "") -> DatasetStats:

@@ -21,10 +21,8 @@ class PublishFolder:
     """A checked folder that can be uploaded."""
 
     path: Path
-    kind: str
-    """model or dataset."""
-    left_out: list[str]
-    """Names of files that are not published."""
+    kind: str  # model or dataset
+    left_out: list[str]  # names of files that are not published
 
 
 def check_repo_id(repo: str) -> None:

@@ -1,11 +1,11 @@
-"""SampleConfig, the settings of train/sample.py, which the modules of this package share."""
+"""The settings of train/sample.py and train/write_prompts.py."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
 from decode.common.run_dir import RunSettings
-from decode.common.target_settings import PlacedTargetSettings, SamplingParams
+from decode.common.target_settings import PlacedTargetSettings, SamplingParams, TargetSettings
 from decode.common.template_choice import TemplateSetting
 from train.settings.data import FilterConfig, PromptSource, TurnSelection
 
@@ -89,3 +89,30 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     @property
     def served(self) -> bool:
         return self.engine != "local"
+
+
+@dataclass
+class WritePromptsConfig(RunSettings, TargetSettings):
+    COMMON: ClassVar[str] = "target out dtype count kinds"
+
+    target: str = "assets/target"
+    """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
+    out: str = "outputs/prompts"
+    """Folder of prompts.jsonl, one chat a line."""
+    systems: list[str] = field(default_factory=lambda: [""])
+    """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
+    template: TemplateSetting | None = None
+    """Which chat template, and its arguments, as in train/sample.py."""
+    count: Annotated[int, at_least(1, 10_000_000)] = 1000
+    """Prompts to write. Those that are cut off, empty or written twice are dropped afterwards."""
+    sampling: SamplingParams = field(
+        default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95)
+    )
+    max_new_tokens: Count = 256
+    """Tokens of the longest prompt; one that has not ended by then is dropped."""
+    batch_size: Count = 32
+    """Prompts written together."""
+    resume: bool = False
+    """Continue in `out` although the settings differ, such as a larger count."""
+    allow_changed: bool = False
+    """Go on in `out` although another target (other weights, another dtype) wrote the prompts that are there."""

@@ -18,8 +18,6 @@ from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 
 NOT_FINITE = "NaN or infinite logits"
-NAMED_FAILURES = 3
-"""Failed prompts that are named; the others are counted."""
 GROUP_BATCHES = 64
 """Batches in a group of one-turn prompts. Memory holds the answers of one group as lists; at its end rows run empty,
 which takes 1 % or 2 % more steps than one stream of all prompts."""
@@ -75,7 +73,7 @@ def generate_answers(
                         raise
                     failed = states.pop(error.prompt).prompt
                     failures[NOT_FINITE] += 1
-                    if (number := failures[NOT_FINITE]) <= NAMED_FAILURES:
+                    if (number := failures[NOT_FINITE]) <= 3:
                         warn(
                             f"prompt {failed.id} of {failed.source} failed: target {engine.target.name!r} in {s.dtype} "
                             "gives NaN or infinite logits"

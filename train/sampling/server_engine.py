@@ -38,8 +38,6 @@ from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 
-WARNINGS = 5
-"""Failed prompts that get a line of their own."""
 UNDECODABLE = "\ufffd"
 """What stands in a text for bytes that are no character."""
 
@@ -113,7 +111,7 @@ class ServerSampling:
                 self.writer.add(state.prompt, unanswered, str(error))
             except PromptFailedError as error:
                 self.failures[error.reason] += 1
-                if self.failures.total() <= WARNINGS:
+                if self.failures.total() <= 5:
                     warn(f"prompt {state.prompt.id} failed ({error})")
             speed = self.tokens / (time.perf_counter() - self.start)
             self.bars.update(self.bar, speed=f"{speed:,.0f} tokens/s")

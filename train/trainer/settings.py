@@ -46,7 +46,7 @@ class DistillConfig(RunSettings):
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     draft: DraftSettings = field(default_factory=CausalSettings)
     loss: LossName = "forward_kl"
-    """Divergence from the target's distribution; forward_kl is the robust default."""
+    """Divergence from the target's distribution: that of the family's publication, mostly forward_kl."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     weights: LossWeights = field(default_factory=LossWeights)
     """Weights of the parts of the loss of heads."""

@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
@@ -85,9 +86,8 @@ def connect(s: ServerSettings) -> Server:
         raise UserError(
             f"no server answers at {url:.120} ({one_line(error, 100)}): start it, or correct --url"
         ) from error
-    served: dict[str, int | None] = {}
-    if response.status_code != 404 or not s.model:  # some servers have no list of models
-        served = _served_models(response, url)
+    unlisted = response.status_code == 404 and s.model  # some servers have no list of models
+    served = {} if unlisted else _served_models(response, url)
     names = ", ".join(served)[:120]
     if s.model and served and s.model not in served:
         raise UserError(f"--model {s.model:.80}: the server at {url:.120} serves {names}")
@@ -219,14 +219,11 @@ def _check_key(response: httpx2.Response, url: str) -> None:
 
 def _retry_after(response: httpx2.Response) -> float:
     """Seconds that the server asks to wait, given as a number or as a date; 0 without any."""
-    value = response.headers.get("retry-after", "")
-    try:
+    value, seconds = response.headers.get("retry-after", ""), 0.0
+    with suppress(TypeError, ValueError, OverflowError):
+        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+    with suppress(ValueError):
         seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
-            seconds = 0.0
     return min(seconds, LONGEST_RETRY_AFTER) if seconds > 0 else 0.0
 
 

@@ -64,7 +64,6 @@ def build_job(
     stops: Sequence[Sequence[str]] = (),
     eos: Sequence[int] = (),
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    temperatures: Sequence[float] = (),
     seed: int = 0,
     draws: int = 1,
     eager: bool = True,
@@ -72,7 +71,7 @@ def build_job(
 ) -> dict[str, Any]:
     """One vLLM engine and its prompts: each prompt is decoded alone and timed, after a warm-up on the first. `stops`
     are texts that end each prompt's answer and `eos` ids that end any; without them answers are `max_new_tokens` long.
-    `temperatures` gives each prompt its own in place of that of `sampling`. Each prompt is decoded `draws` times at
+    Each prompt is decoded `draws` times at
     once, each with its own seed, which vLLM does not use for its drafts. `repair` corrects vLLM's CPU build, whose
     version 0.32 samples from wrong distributions when it speculates (vllm_worker.patch_sampler)."""
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
@@ -86,7 +85,7 @@ def build_job(
         "eos": list(eos),
         "max_new_tokens": max_new_tokens,
         "max_model_len": max_model_len,
-        "temperatures": list(temperatures) or [sampling.temperature for _ in prompts],
+        "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "eager": eager,

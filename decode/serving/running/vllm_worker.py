@@ -94,10 +94,10 @@ def patch_sampler() -> list:
 
 
 def decode_prompts(vllm, llm, job: dict) -> list:
-    def decode(prompt: list, stop: list, temperature: float, seeds: list) -> list:
+    def decode(prompt: list, stop: list, seeds: list) -> list:
         sampling = [
             vllm.SamplingParams(
-                temperature=temperature,
+                temperature=job["temperature"],
                 top_k=job["top_k"] or -1,
                 top_p=job["top_p"],
                 max_tokens=job["max_new_tokens"],
@@ -110,8 +110,7 @@ def decode_prompts(vllm, llm, job: dict) -> list:
         ]
         return llm.generate([{"prompt_token_ids": prompt}] * len(seeds), sampling, use_tqdm=False)
 
-    fields = ("prompts", "stops", "temperatures", "seeds")
-    requests = list(zip(*(job[name] for name in fields), strict=True))
+    requests = list(zip(job["prompts"], job["stops"], job["seeds"], strict=True))
     decode(*requests[0])  # warm-up
     answers, before = [], read_counters(llm)
     for request in requests:

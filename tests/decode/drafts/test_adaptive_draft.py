@@ -15,9 +15,9 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import CachedHead
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
-from decode.drafts.registry import add_lookup, make_adaptive
 from decode.drafts.swift import SwiftDraft
 from decode.drafts.wrappers import CrossDeviceDraft, DraftWrapper
+from decode.engine.composing import add_lookup, make_adaptive
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds

@@ -14,8 +14,8 @@ from decode.drafts.branches import BranchSet, exit_candidates
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
-from decode.drafts.registry import add_lookup, make_adaptive, make_mirror
 from decode.drafts.wrappers import RecordingDraft
+from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner

@@ -16,7 +16,6 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft, SuffixDraft
 from decode.drafts.medusa import MedusaDraft
-from decode.drafts.registry import add_lookup
 from decode.drafts.wrappers import (
     CrossDeviceDraft,
     DraftWrapper,
@@ -24,6 +23,7 @@ from decode.drafts.wrappers import (
     TwoSourceDraft,
     point_masses,
 )
+from decode.engine.composing import add_lookup
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target

@@ -31,7 +31,7 @@ from decode.engine.engine import decode
 from decode.model.loading import DTYPES, auto_class, load_target
 from tests import worlds
 from tests.decode.engine.test_engine import hf_text
-from train import sample
+from train import answering
 from train.data import batching, sample_store
 from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.data.prompt_pipeline import TargetTokenizer
@@ -40,6 +40,7 @@ from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
+from train.sampling.config import SampleConfig
 from train.sampling.rows import make_row
 from train.trainer.settings import DistillConfig
 
@@ -326,7 +327,7 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
         reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
         script = Conversation([encode_prompt(tokenizer, prompt)], [reply])
-        rows.append(make_row(sample.SampleConfig(), prompt, script, "eos"))
+        rows.append(make_row(SampleConfig(), prompt, script, "eos"))
     return rows
 
 
@@ -413,9 +414,9 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
         rows = rows_of(kind_of(s.target))
         sample_store.write_shard(data, rows[:4], "a")
         sample_store.write_shard(data, rows[4:], "b")
-        settings = sample.SampleConfig(target=str(target), out=str(data))
+        settings = SampleConfig(target=str(target), out=str(data))
         counts = {"asked": 6, "answered": 6, "failed": 0}
-        sample.write_manifest(settings, sample.load_reader(settings), [], counts)
+        answering.write_manifest(settings, answering.load_reader(settings), [], counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
@@ -816,7 +817,7 @@ def test_answers_are_as_long_as_the_template_asks() -> None:
     lengths = {}
     for kind in ("gemma3", "qwen3", "gpt_oss"):
         reader = SimpleNamespace(tokenizer=tokenizer_of(kind), template={})
-        lengths[kind] = sample.usual_answer_length(cast(TargetTokenizer, reader))
+        lengths[kind] = answering.usual_answer_length(cast(TargetTokenizer, reader))
     assert lengths == {"gemma3": 1024, "qwen3": 2048, "gpt_oss": 2048}
     off = SimpleNamespace(tokenizer=tokenizer_of("qwen3"), template={"enable_thinking": False})
-    assert sample.usual_answer_length(cast(TargetTokenizer, off)) == 1024
+    assert answering.usual_answer_length(cast(TargetTokenizer, off)) == 1024
