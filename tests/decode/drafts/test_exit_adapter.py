@@ -24,6 +24,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
+from tests.blocks import chain_drift
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import engine_law, own_law, tv
 from tests.heads import hf_states, randomise
@@ -60,45 +61,20 @@ def draft_of(target: Target, shape: TreeShape = None, **settings: Any) -> EarlyE
 # ---- what it drafts from ----
 
 
-@torch.no_grad()
-def plain_laws(adapter: ExitAdapter, target: Target, text: list[int], count: int) -> Tensor:
-    """[count, Vd]: the exit's logits at a text's last tokens, from the hidden states of transformers' own pass."""
-    states, _ = hf_states(target.runner.model, text)
-    logits = LMHead(target.runner.model)(adapter(states[adapter.layers][-count:]))
-    return logits if adapter.ids is None else logits[:, adapter.ids]
-
-
-@torch.no_grad()
 def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
-    """(largest difference of a chain's logits from `plain_laws` of the text and the tokens drafted before, accepted
-    lengths that occurred)."""
+    """(largest difference of a chain's logits from those of the hidden states of transformers' own pass over the text
+    and the tokens drafted before, accepted lengths that occurred)."""
     own = tiny_target(tiny_model(arch))
-    draft = draft_of(own, ids=ids)
-    propose, step = draft.propose, draft.runner.step
-    seen: list[tuple[list[int], Tensor]] = []
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Proposal:
-        laws: list[Tensor] = []
-
-        def keep(*inputs: Any) -> Tensor:
-            laws.append(step(*inputs))
-            return laws[-1]
-
-        draft.runner.step = keep  # type: ignore[method-assign,assignment]
-        proposal = propose(history, length, k)
-        for row, n in enumerate(length.tolist()):
-            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
-            own_laws = torch.stack([law[row, -1] for law in laws])
-            seen.append(([*history[row, :n].tolist(), *drafted], own_laws))
-        return proposal
-
-    draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=12, sampling=HOT)
+    draft, head = draft_of(own, ids=ids), LMHead(own.runner.model)
     adapter = draft.adapter
     assert adapter is not None
-    gaps = [(plain_laws(adapter, own, text, len(laws)) - laws).abs().max() for text, laws in seen]
-    assert len(gaps) > 3
-    return float(torch.stack(gaps).max()), {n for output in outputs for _, n in output.rounds}
+
+    def plain_laws(text: list[int], drafted: list[int]) -> Tensor:
+        states, _ = hf_states(own.runner.model, [*text, *drafted])
+        logits = head(adapter(states[adapter.layers][len(text) - 1 :]))
+        return logits if ids is None else logits[:, ids]
+
+    return chain_drift(draft, draft.runner, "step", own, plain_laws, sampling=HOT)
 
 
 @pytest.mark.parametrize(

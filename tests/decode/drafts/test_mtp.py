@@ -1,6 +1,7 @@
 """Multi-token prediction layers: their distributions are those of plain passes, their files those of native layers."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from decode.common.errors import UserError
 from decode.drafts import mtp
 from decode.drafts.mtp import MtpDraft, MtpModel
 from decode.drafts.registry import draft_family, load_draft
-from decode.engine.engine import decode
 from decode.model.hidden_states import LMHead
 from decode.model.loading import Target, load_target
-from tests.blocks import LENGTH, PROMPTS, K
+from tests.blocks import PROMPTS, chain_drift
 from tests.heads import prefilled, randomise
 from tests.tiny import ARCHITECTURES, tiny_model, tiny_target
 
@@ -55,34 +55,10 @@ def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) 
     return torch.stack(laws)
 
 
-@torch.no_grad()
 def drift(draft: MtpDraft, inner: MtpDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference of a chain's laws from `plain_laws`, accepted lengths that occurred)."""
-    seen: list[tuple[list[int], list[int], Tensor]] = []
-    propose, logits_of = draft.propose, draft._logits
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Any:
-        laws: list[Tensor] = []
-
-        def keep(states: Tensor) -> Tensor:
-            laws.append(logits_of(states)[:, -1].clone())
-            return logits_of(states)
-
-        draft._logits = keep  # type: ignore[method-assign]
-        proposal = propose(history, length, k)
-        for row, n in enumerate(length.tolist()):
-            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
-            own_laws = torch.stack([law[row] for law in laws])
-            seen.append((history[row, :n].tolist(), drafted, own_laws))
-        return proposal
-
-    draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    far = [
-        (plain_laws(draft.net, own, text, drafted) - laws).abs().max()
-        for text, drafted, laws in seen
-    ]
-    return float(torch.stack(far).max()), {n for output in outputs for _, n in output.rounds}
+    wanted = partial(plain_laws, draft.net, own)
+    return chain_drift(draft, draft, "_logits", own, wanted, **settings)
 
 
 # ---- files ----

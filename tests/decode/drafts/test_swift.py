@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, MethodConfig, check
 from eval.benchmark.methods import build_draft
 from tests import worlds
+from tests.blocks import chain_drift
 from tests.decode.drafts.test_exit_adapter import target_logits
 from tests.decode.engine.test_engine import texts
 from tests.decode.verification.test_exact_distribution import (
@@ -92,35 +94,12 @@ def plain_laws(own: Any, text: list[int], drafted: list[int]) -> Tensor:
     return torch.stack(laws)
 
 
-@torch.no_grad()
 def drift(arch: str) -> tuple[float, set[int]]:
     """(largest difference of a chain's logits from `plain_laws`, accepted lengths that occurred)."""
     model = deep(arch)
-    own = tiny_target(model)
+    own, plain = tiny_target(model), reference(model)
     draft = draft_of(own)
-    propose, step = draft.propose, draft.runner.step
-    seen: list[tuple[list[int], list[int], Tensor]] = []
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Proposal:
-        laws: list[Tensor] = []
-
-        def keep(*inputs: Any) -> Tensor:
-            laws.append(step(*inputs)[:, -1])
-            return laws[-1][:, None]
-
-        draft.runner.step = keep  # type: ignore[method-assign,assignment]
-        proposal = propose(history, length, k)
-        for row, n in enumerate(length.tolist()):
-            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
-            own_laws = torch.stack([law[row] for law in laws])
-            seen.append((history[row, :n].tolist(), drafted, own_laws))
-        return proposal
-
-    draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=12, sampling=HOT)
-    plain = reference(model)
-    gaps = [(plain_laws(plain, text, drafted) - laws).abs().max() for text, drafted, laws in seen]
-    return float(torch.stack(gaps).max()), {n for output in outputs for _, n in output.rounds}
+    return chain_drift(draft, draft.runner, "step", own, partial(plain_laws, plain), sampling=HOT)
 
 
 @pytest.mark.parametrize("arch", slow_except(KINDS, FEW))
