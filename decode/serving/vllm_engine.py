@@ -41,8 +41,9 @@ from decode.serving.rules import (
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
 EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
 LLAMA_PY = "vllm/model_executor/models/llama.py, 0.32.0"
-MEDUSA_PY = "vllm/model_executor/models/family.py, 0.32.0"
-CONFIG_PY = "vllm/transformers_utils/configs/family.py, 0.32.0"
+MEDUSA_PY = "vllm/model_executor/models/medusa.py, 0.32.0"
+EAGLE_CONFIG_PY = "vllm/transformers_utils/configs/eagle.py, 0.32.0"
+MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/medusa.py, 0.32.0"
 SPECULATORS_PY = "vllm/transformers_utils/configs/speculators/, 0.32.0"
 RUNNER_PY = "vllm/v1/worker/gpu_model_runner.py (_get_eagle3_aux_layers_from_config), 0.32.0"
 SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
@@ -219,7 +220,7 @@ RULES = (
         "nothing is drafted for a whole batch in which one text has come within K tokens of it"
     )),
     # EAGLE
-    Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
+    Rule("architecture", EAGLES, REFUSED, EAGLE_CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
     Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, when(
         lambda d: d.is_speculators_format and "norm_before_residual" not in d.raw_config,
@@ -276,9 +277,9 @@ RULES = (
     Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, dropped_medusa_biases),
     Rule("shared-projection", ("medusa",), SILENT, MEDUSA_PY, dropped_projections),
     Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, family.wrong_shapes),
-    Rule("sizes", ("medusa",), REFUSED, f"{CONFIG_PY}: 4096 by default", hidden_size_mismatch),
+    Rule("sizes", ("medusa",), REFUSED, f"{MEDUSA_CONFIG_PY}: 4096 by default", hidden_size_mismatch),
     Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, missing_token_map),
-    Rule("renamed-settings", ("medusa",), SILENT, CONFIG_PY, ambiguous_keys),
+    Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, ambiguous_keys),
     Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, vocab_rows_mismatch),
     Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", when(
         lambda d: any(map(NUMBERED.match, d.name_in_file.values())),
