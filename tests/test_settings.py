@@ -20,6 +20,7 @@ from eval.benchmark.config import MethodConfig, TreeConfig
 from scripts.lab import build_target
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
+from train import answering
 from train.settings.training import AcceptanceEvalConfig
 from train.trainer.acceptance_eval import AcceptanceEval
 
@@ -169,7 +170,7 @@ def test_numbers_out_of_range_are_refused(command: str) -> None:
         ("train/distill.py", "--data=[{path: a, weight: .inf}]", "data[0].weight is inf"),
         ("train/sample.py", "--batch_size=0", "batch_size is 0"),
         ("train/sample.py", "--shard_rows=0", "shard_rows is 0"),
-        ("train/sample.py", "--max_new_tokens=0", "max_new_tokens is 0"),
+        ("train/sample.py", "--max_new_tokens=-1", "max_new_tokens is -1"),
         ("train/sample.py", "--window=1", "window is 1"),
         ("train/sample.py", "--filters.near_duplicates=0.3", "filters.near_duplicates is 0.3"),
         ("train/sample.py", "--sources=[{kind: stdlib, limit: 0}]", "sources[0].limit is 0"),
@@ -231,8 +232,9 @@ def test_a_step_of_the_bundled_models_holds_a_window() -> None:
 def refuse_long_drafts(command: str, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> str:
     """The error of a command whose target has a context of 64 tokens."""
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
+    loads = answering if command == "train/sample.py" else module
     target = replace(tiny_target(tiny_model("llama")), tokenizer=byte_tokenizer())
-    monkeypatch.setattr(module, "load_target", lambda *args: target)
+    monkeypatch.setattr(loads, "load_target", lambda *args: target)
     with pytest.raises(UserError) as error:
         module.main(parse_settings(settings_of(command), "", argv))
     return str(error.value)
