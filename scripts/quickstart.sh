@@ -56,20 +56,15 @@ for draft in $drafts; do
 done
 stage "4/5 acceptance and speed, before and after: about ${times[2]}"
 logged python eval/run.py --config $configs/eval.yaml
-stage "5/5 a folder for the Hugging Face Hub (nothing is sent), and one answer: green accepted, red rejected, blue the target's"
+stage "5/5 a folder for the Hub (nothing is sent); one answer: green accepted, red rejected, blue from the target"
 logged python scripts/publish.py --draft $out/drafts/$published --report $out/report/report.json \
   --repo you/my-draft --out $out/published $labels
-python decode/generate.py --target "$target" --draft $out/drafts/$published --max_new_tokens 64 --prompt "$prompt" 2>> "$log"
+python decode/generate.py --target "$target" --draft $out/drafts/$published --max_new_tokens 80 --prompt "$prompt" 2>> "$log"
 
 stage "done in $((SECONDS - begun)) s. What was seen:"
 python scripts/lab/quickstart.py seen $out/report/report.json
-if [ $published = eagle3 ]; then
-  sample="accelerate launch train/sample.py --config $configs/sample.yaml"
-else
-  sample="accelerate launch train/sample.py --target $target"
-fi
-printf '\nNext:\n'
-printf '  %s\n' ". .venv/bin/activate" \
-  "python eval/advise.py $out/report/report.json   # is it worth serving? all figures: $out/report/report.html" \
-  "$sample --sources '[{kind: file, path: YOURS.jsonl}]' --out outputs/mine/samples   # your prompts, then the same steps" \
-  "README.md, 'Use it on your model', does the same for yours"
+printf '\nNext (other models: README.md, "Use it on your model"):\n'
+printf '  %s\n' ". .venv/bin/activate" "open $out/report/report.html   # all figures" \
+  "python eval/advise.py $out/report/report.json   # is it worth serving?" \
+  "accelerate launch train/sample.py --config $configs/sample.yaml --out outputs/mine/samples \\" \
+  "  --sources '[{kind: file, path: YOURS.jsonl}]'   # your prompts; then the same steps on them"
