@@ -38,10 +38,11 @@ from decode.constraints.grammar import ConstraintConfig, build_matcher
 from decode.distributed.placement import load_target, run_placed
 from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig
 from decode.drafts.mirror import MirrorConfig
-from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
+from decode.drafts.registry import pick_draft
 from decode.drafts.swift import open_search
 from decode.drafts.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
+from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.engine.engine import speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.records import DecodeRecord, RoundRecord, add_record

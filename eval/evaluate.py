@@ -193,7 +193,7 @@ def _method_results(
 ) -> list[MethodResult]:
     """Of every method and group of prompts at this temperature."""
     s = work.s
-    paths = {m.name: m.draft for m in s.methods}
+    named = {m.name: m for m in s.methods}
     prompts = {(item.task, item.id): item for item in work.items}
     scores = {
         method: {
@@ -213,10 +213,12 @@ def _method_results(
     plain_rounds = {(x.record.task, x.record.id): x for x in with_batch_rounds(plain)}
     found = []
     for method in work.methods:
-        path, measured = paths.get(method.name, ""), steps.get(method.label, {})
+        own_settings, measured = named.get(method.name), steps.get(method.label, {})
+        path = own_settings.draft if own_settings else ""
         sha256 = draft_sha256(path) if path else None
         mismatches = _greedy_mismatches(work, method, temperature, result, references)
         rounds = with_batch_rounds(result.records[method])
+        failures = [*work.undecodable, *result.failures[method]]
         of_all = {
             **describe_method(s.methods, method, measured.get("mirror")),
             "draft": path or None,
@@ -230,8 +232,7 @@ def _method_results(
             "trained_for": trained_for(path) if path else None,
             "mode": s.mode,
             "dtype": s.dtype,
-            "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "")
-            or s.dtype,
+            "draft_dtype": (own_settings.dtype if own_settings else "") or s.dtype,
             "verification": verification_name(method, temperature),
             "repeated_turns": result.repeated_turns,
         }
@@ -245,6 +246,7 @@ def _method_results(
             )  # fmt: skip
             if method.draft is None:
                 predicted, missing = None, "speed-ups are relative to plain decoding"
+            phases = measured.get("phases") if group == PromptGroup() else None
             found.append(
                 MethodResult.measure(
                     own,
@@ -257,19 +259,13 @@ def _method_results(
                     tokens_after_eos=sum(
                         count_tokens_after_eos(r.output_ids, work.target.eos) for r in own
                     ),
-                    failed=[
-                        failure
-                        for failure in [*work.undecodable, *result.failures[method]]
-                        if group.contains(failure.task, _domain_of(prompts, failure))
-                    ],
+                    failed=[f for f in failures if group.contains(f.task, domain_of(prompts, f))],
                     quality=answer_quality.compare_answer_quality(
                         items, scores[method], scores[PLAIN_DECODING], s.seed
                     ),
                     predicted_speedup=predicted,
                     prediction_missing=missing,
-                    phase_ms=PhaseMs(**measured["phases"])
-                    if group == PromptGroup() and measured.get("phases")
-                    else None,
+                    phase_ms=PhaseMs(**phases) if phases else None,
                     lossless=NotCompared(None, len(own))
                     if mismatches is None
                     else greedy_equivalence.greedy_verdict(items, mismatches),
@@ -278,7 +274,7 @@ def _method_results(
     return found
 
 
-def _domain_of(prompts: Mapping[tuple[str, str], TaskPrompt], failure: FailedPrompt) -> str:
+def domain_of(prompts: Mapping[tuple[str, str], TaskPrompt], failure: FailedPrompt) -> str:
     """Empty for a prompt that no method can decode."""
     item = prompts.get((failure.task, failure.id))
     return "" if item is None else item.domain
@@ -289,37 +285,27 @@ def _measure_steps(work: EvalContext, temperature: float) -> dict[str, dict[str,
 
     On the first prompts of each task, and on as many more as fill a batch.
     """
-    s, items = work.s, work.items
+    s = work.s
     if s.phase_prompts == 0:
         return {}
-    wanted = [
-        item
-        for task in s.tasks
-        for item in [x for x in items if x.task == task.name][: s.phase_prompts]
-    ]
+    by_task = {task.name: [x for x in work.items if x.task == task.name] for task in s.tasks}
+    wanted = [item for own in by_task.values() for item in own[: s.phase_prompts]]
     known = {(item.task, item.id) for item in wanted}
-    more = [item for item in items if (item.task, item.id) not in known]
+    more = [item for item in work.items if (item.task, item.id) not in known]
     chosen = wanted + more[: -len(wanted) % s.batch_size]
     batches = [chosen[at : at + s.batch_size] for at in range(0, len(chosen), s.batch_size)]
     sampling = work.timing.sampling(temperature)
-    found: dict[str, dict[str, Any]] = work.journal.get_or_measure(
-        ["steps", temperature],
-        lambda: untimed_passes.measure_steps(work.timing, work.methods, batches, sampling),
-    )
+    measure = partial(untimed_passes.measure_steps, work.timing, work.methods, batches, sampling)
+    found: dict[str, dict[str, Any]] = work.journal.get_or_measure(["steps", temperature], measure)
     return found
 
 
 def _gpu_utilisation(work: EvalContext) -> float | None:
     """Percent, of plain decoding at the first temperature; None where it cannot be measured."""
     s, items = work.s, work.items[:GPU_UTILISATION_PROMPTS]
-    sampling = work.timing.sampling(s.temperatures[0])
+    arguments = work.timing, items, work.timing.sampling(s.temperatures[0]), s.batch_size
     kept = work.journal.get_or_measure(
-        ["gpu"],
-        lambda: {
-            "percent": untimed_passes.measure_gpu_utilisation(
-                work.timing, items, sampling, s.batch_size
-            )
-        },
+        ["gpu"], lambda: {"percent": untimed_passes.measure_gpu_utilisation(*arguments)}
     )
     percent: float | None = kept["percent"]
     return percent
@@ -355,12 +341,8 @@ def _compare_acceptance(work: EvalContext) -> list[AlphaDifference]:
     tasks = [replace(task, limit=comparison.prompts) for task in s.tasks]
     items, _ = multi_turn.load_eval_prompts(tasks, work.target, s.max_new_tokens, work.journal)
     bar = work.progress.add_task("comparisons", total=len(wanted) * len(items))
-    records = {
-        method.name: _decode_for_acceptance(
-            work, method, items, partial(work.progress.advance, bar)
-        )
-        for method in wanted
-    }
+    advance = partial(work.progress.advance, bar)
+    records = {m.name: _decode_for_acceptance(work, m, items, advance) for m in wanted}
     differences = []
     for a, b in comparison.pairs:
         for task in [ALL_TASKS, *(task.name for task in s.tasks)]:
@@ -380,16 +362,14 @@ def _decode_for_acceptance(
     work: EvalContext, method: Method, items: Sequence[TaskPrompt], progress: Any
 ) -> list[DecodeRecord]:
     comparison = work.s.acceptance
+    sampling = work.timing.sampling(comparison.temperature)
+    decode = partial(
+        untimed_passes.decode_untimed, work.timing, method, items, sampling, comparison.rows
+    )
     kept = work.journal.get_or_measure(
         ["acceptance", comparison.temperature, method.name],
-        lambda: [
-            asdict(record)
-            for record in untimed_passes.decode_untimed(
-                work.timing, method, items, work.timing.sampling(comparison.temperature),
-                comparison.rows, progress,
-            )
-        ],
-    )  # fmt: skip
+        lambda: list(map(asdict, decode(progress))),
+    )
     return [DecodeRecord(**values) for values in kept]
 
 

@@ -31,7 +31,7 @@ from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.common.ranges import (  # fmt: skip
+from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
@@ -50,7 +50,7 @@ from decode.model.loading import Target, load_target
 from decode.serving.running import vllm_client
 from eval.benchmark.journal import MeasuringSettings, earlier_targets, open_journal
 from eval.forecasting import costs
-from eval.forecasting.chains import (  # fmt: skip
+from eval.forecasting.chains import (
     LOOKUPS,
     ChainSettings,
     VllmNgramDraft,
@@ -62,7 +62,7 @@ from eval.forecasting.pages import forecast_markdown
 from eval.forecasting.rounds import ENGINE_RULES, TextChains, rules_of, text_from_json, text_to_json
 from eval.forecasting.rows import forecast_rows
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.results.forecast import (  # fmt: skip
+from eval.results.forecast import (
     CostPoint,
     EngineRule,
     ForecastDraft,
@@ -80,7 +80,7 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 @dataclass
 class ForecastConfig(MeasuringSettings):
-    COMMON: ClassVar[str] = "target draft tasks ks temperatures dtype out"
+    COMMON: ClassVar[str] = "target draft tasks k temperatures dtype out"
 
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""

@@ -117,8 +117,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Answer:
-    prompt: int
-    """Its number among the prompts."""
+    prompt: int  # its number among the prompts
     seconds: float
     tokens: int
     text: str
@@ -196,10 +195,10 @@ def running(s: LoadConfig, served: ServedModel) -> Iterator[Server]:
         yield connect(Address(served.url, served.model, s.timeout))
         return
     port = free_port()
-    url = f"http://127.0.0.1:{port}/v1"
+    address = f"http://127.0.0.1:{port}"
     command = shlex.split(served.start.replace("{port}", str(port)))
-    with running_server(command, f"http://127.0.0.1:{port}/health", s.ready, served.name):
-        yield connect(Address(url, served.model, s.timeout))
+    with running_server(command, f"{address}/health", s.ready, served.name):
+        yield connect(Address(f"{address}/v1", served.model, s.timeout))
 
 
 def level_requests(s: LoadConfig, at_once: int, prompts: int) -> list[int]:
@@ -226,17 +225,8 @@ def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
 
 def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
     spread = "speed-up" if turns == 1 else f"speed-up [least, most of {turns} turns]"
-    names = (
-        "at once",
-        "server",
-        "tokens/s",
-        "latency s, median",
-        "95 %",
-        spread,
-        "equal texts",
-        "failed",
-    )
-    table = Table(*names, title="Load", title_justify="left")
+    names = ("at once", "server", "tokens/s", "latency s, median", "95 %", spread, "equal texts")
+    table = Table(*names, "failed", title="Load", title_justify="left")
     for row in rows:
         low, high = row["speedup_range"]
         table.add_row(
@@ -247,8 +237,8 @@ def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
     return table
 
 
-def check_settings(s: LoadConfig) -> None:
-    """UserError for settings that compare nothing."""
+def main(s: LoadConfig) -> None:
+    """Measures every level of every server in turns, and writes load.json."""
     if not s.target:
         raise UserError(
             "--target: name the model that is served, whose tokenizer makes the prompts"
@@ -257,32 +247,25 @@ def check_settings(s: LoadConfig) -> None:
         raise UserError(
             "--servers: give two or more, each under its own name, the first without a draft"
         )
-
-
-def main(s: LoadConfig) -> None:
-    """Measures every level of every server in turns, and writes load.json."""
-    check_settings(s)
     target = load_target(s.target, "cpu", with_layers=False)
     prompts = load_fitting_prompts(s.tasks, target)
     console = Console(stderr=True, highlight=False)
     with open_run(s, COMMAND, writes=("journal.jsonl", "load.json"), reads=[s.target]) as run:
         journal = run.journal()
-
         for turn in range(s.turns):
             for served in s.servers if turn % 2 == 0 else reversed(s.servers):
-                if all(journal.get([turn, served.name, n]) for n in s.at_once):
+                waiting = [n for n in s.at_once if journal.get([turn, served.name, n]) is None]
+                if not waiting:
                     continue
                 console.print(f"turn {turn + 1} of {s.turns}: {served.name}", markup=False)
                 with running(s, served) as server:
                     # Not timed: the first requests of a server compile and allocate.
-                    asyncio.run(
-                        ask_all(s, server, prompts, [0] * min(4, max(s.at_once)), max(s.at_once))
-                    )
-                    for at_once in s.at_once:
-                        if journal.get([turn, served.name, at_once]) is None:
-                            numbers = level_requests(s, at_once, len(prompts))
-                            level = asyncio.run(ask_all(s, server, prompts, numbers, at_once))
-                            journal.put([turn, served.name, at_once], to_json(level))
+                    most = max(s.at_once)
+                    asyncio.run(ask_all(s, server, prompts, [0] * min(4, most), most))
+                    for at_once in waiting:
+                        numbers = level_requests(s, at_once, len(prompts))
+                        level = asyncio.run(ask_all(s, server, prompts, numbers, at_once))
+                        journal.put([turn, served.name, at_once], to_json(level))
         rows = []
         for at_once in s.at_once:
             levels = {

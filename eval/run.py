@@ -48,35 +48,22 @@ OWNED_FILES = (
 
 def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
     """One line of outputs.jsonl."""
-    return json.dumps(
-        {
-            "task": record.task,
-            "id": record.id,
-            "domain": record.domain,
-            "method": method,
-            "temperature": temperature,
-            "prompt_ids": record.prompt_ids,
-            "output_ids": record.output_ids,
-            "rounds": record.rounds,
-            "finish_reason": record.finish_reason,
-            "seconds": record.seconds,
-            "measured_seconds": record.measured_seconds,
-        }
-    )
+    facts = vars(record) | {"method": method, "temperature": temperature}
+    names = ("task", "id", "domain", "method", "temperature", "prompt_ids", "output_ids", "rounds")
+    clock = ("finish_reason", "seconds", "measured_seconds")
+    return json.dumps({name: facts[name] for name in (*names, *clock)})
 
 
 def format_summary_line(report: EvalReport, out: Path) -> str:
     """JSON: the fastest method of each temperature, pooled over tasks, the greedy verdict, failed prompts."""
     best = {}
-    for temperature in sorted({m.temperature for m in report.pooled}):
-        own = [m for m in report.pooled if m.temperature == temperature]
-        top = max(own, key=lambda m: m.speedup.value or 0.0)
-        best[f"{temperature:g}"] = {
-            "name": top.name,
-            "tau": top.tau.value,
-            "alpha": top.alpha.value,
-            "speedup": top.speedup.value,
-            "speedup_ci": top.speedup.ci,
+    for m in sorted(report.pooled, key=lambda m: (m.temperature, m.speedup.value or 0.0)):
+        best[f"{m.temperature:g}"] = {
+            "name": m.name,
+            "tau": m.tau.value,
+            "alpha": m.alpha.value,
+            "speedup": m.speedup.value,
+            "speedup_ci": m.speedup.ci,
         }
     exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy and not m.simulated]
     verdicts = [m.lossless.greedy_identical for m in exact]

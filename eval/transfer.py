@@ -175,17 +175,7 @@ def check(s: TransferConfig) -> None:
 
 
 def target_dtypes(s: TransferConfig) -> list[str]:
-    """The dtype of each target."""
     return [s.dtype] * len(s.targets) if isinstance(s.dtype, str) else s.dtype
-
-
-def load_checked_draft(s: TransferConfig, target: Target) -> Draft:
-    """The draft. UserError if it does not fit the target or cannot draft what is asked for."""
-    draft = load_draft(s.draft, target)
-    check_draft_length(target, s.k)
-    for temperature in s.temperatures:
-        check_request(draft, s.k, SamplingParams(temperature))
-    return draft
 
 
 def compare_targets(s: TransferConfig, console: Console) -> list[TransferEntry]:
@@ -198,7 +188,10 @@ def compare_targets(s: TransferConfig, console: Console) -> list[TransferEntry]:
         target = load_target(name, s.device, dtype)
         try:
             target = use_template(target, s.template, [s.draft])
-            draft = load_checked_draft(s, target)
+            draft = load_draft(s.draft, target)
+            check_draft_length(target, s.k)
+            for t in s.temperatures:
+                check_request(draft, s.k, SamplingParams(t))
         except UserError as error:
             if not first:
                 raise

@@ -46,7 +46,7 @@ from eval.results.report import SCHEMA, TreeRecord
 from eval.results.tuned import PredictedCell, TreeLength, TunedReport
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
-from eval.tuning.config import (  # fmt: skip
+from eval.tuning.config import (
     TuneConfig,
     chain_stages,
     check_config,
@@ -55,7 +55,7 @@ from eval.tuning.config import (  # fmt: skip
     to_eval_config,
     tree_stage,
 )
-from eval.tuning.selection import (  # fmt: skip
+from eval.tuning.selection import (
     cross_validated_predictions,
     every_other_prompt,
     filter_by_task,

@@ -159,14 +159,10 @@ def print_audit(result: dict[str, Any]) -> None:
     rows = [("served", result["served"])] * (result["served"] is not None) + rows
     for name, row in [*rows, *((row["reading"], row) for row in result["readings"])]:
         same = f"{row['same']} of {row['prompts']}" if "same" in row else ""
-        refused = row.get("refused") or row.get("other_prompts") or ""
-        counts = ["–", "–", refused]
+        counts = ["–", "–", row.get("refused") or row.get("other_prompts") or ""]
         if "tau" in row:
-            counts = [
-                f"{row['tau']:.3f}",
-                str(row["rounds"]),
-                str(row["by_position"] or row["accepted"]),
-            ]
+            accepted = row["by_position"] or row["accepted"]
+            counts = [f"{row['tau']:.3f}", str(row["rounds"]), str(accepted)]
         table.add_row(name, *counts, same)
     console.print(table)
     first = result["first_difference"]

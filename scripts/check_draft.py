@@ -47,13 +47,9 @@ def main(s: CheckDraftConfig) -> None:
     wrong = [finding for finding in findings if finding.effect != IGNORED]
     version = s.engine_version or ENGINES[s.engine].version
     if s.json:
-        facts = {
-            "draft": s.draft,
-            "engine": s.engine,
-            "version": version,
-            "target": s.target or None,
-        }
-        print(json.dumps(facts | {"wrong": len(wrong), "findings": [asdict(f) for f in findings]}))
+        names = {"draft": s.draft, "engine": s.engine, "version": version}
+        found = {"wrong": len(wrong), "findings": [asdict(f) for f in findings]}
+        print(json.dumps({**names, "target": s.target or None, **found}))
     else:
         console = Console()
         if findings:

@@ -9,9 +9,8 @@ of answers that ended by themselves. The p-value of each is a permutation test's
 answers to a prompt are exchangeable, so labels are swapped prompt by prompt. The last line is JSON.
 """
 
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, Seed
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from eval.metrics.bootstrap import Array
+from scripts.lab.cells import finish
 from train.data.manifest import load_set
-
-COMMAND = "scripts/compare_samples.py"
 
 
 @dataclass
@@ -50,57 +48,27 @@ class CompareSamplesConfig:
 
 @dataclass(frozen=True)
 class AnswerSet:
-    """The answers of one set to n prompts, in the order of their ids."""
+    """The answers of one set by the ids of their prompts."""
 
-    ids: list[str]
-    lengths: Array
-    """[n] tokens of each answer."""
-    ended: Array
-    """[n] 1 where the answer ended by itself, 0 where it was cut."""
-    tokens: list[Array]
-    """n arrays of token ids."""
+    tokens: dict[str, Array]
+    """Token ids."""
+    ended: dict[str, float]
+    """1 where an answer ended by itself, 0 where it was cut."""
+
+    def lengths(self, ids: Sequence[str]) -> Array:
+        return np.array([len(self.tokens[key]) for key in ids])
 
 
 def read_answers(folder: str) -> tuple[AnswerSet, dict[str, int]]:
     """The answers of a set and its counts. UserError for a set that is not finished or damaged."""
     manifest, rows = load_set(Path(folder))
-    by_id = {
-        row["id"]: (
-            np.concatenate([np.asarray(row["input_ids"][a:b]) for a, b in row["loss_spans"]]),
-            row["finish_reason"] != "length",
-        )
-        for row in rows
-        if row["loss_spans"]
-    }
-    ids = sorted(by_id)
-    tokens = [by_id[key][0] for key in ids]
-    ended = np.array([by_id[key][1] for key in ids], dtype=float)
-    return AnswerSet(ids, np.array([len(x) for x in tokens]), ended, tokens), manifest.counts
-
-
-def select(answers: AnswerSet, ids: set[str]) -> AnswerSet:
-    """The answers to these prompts alone."""
-    keep = [i for i, key in enumerate(answers.ids) if key in ids]
-    return AnswerSet(
-        [answers.ids[i] for i in keep],
-        answers.lengths[keep],
-        answers.ended[keep],
-        [answers.tokens[i] for i in keep],
-    )
-
-
-def length_counts(answers: AnswerSet, width: int) -> Array:
-    """[n, width]: row i is 1 from the length of answer i on, so that a mean over rows is a cumulative distribution."""
-    found: Array = (answers.lengths[:, None] <= np.arange(width)).astype(float)
-    return found
-
-
-def token_counts(answers: AnswerSet, ids: Array) -> Array:
-    """[n, len(ids)] how often each of the token `ids`, in rising order, occurs in each answer."""
-    found = np.zeros((len(answers.ids), len(ids)))
-    for row, tokens in zip(found, answers.tokens, strict=True):
-        np.add.at(row, np.searchsorted(ids, tokens), 1)
-    return found
+    tokens, ended = {}, {}
+    for row in rows:
+        if row["loss_spans"]:
+            parts = [np.asarray(row["input_ids"][a:b]) for a, b in row["loss_spans"]]
+            tokens[row["id"]] = np.concatenate(parts)
+            ended[row["id"]] = float(row["finish_reason"] != "length")
+    return AnswerSet(tokens, ended), manifest.counts
 
 
 def largest_distance(a: Array, b: Array) -> float:
@@ -128,20 +96,28 @@ def permutation_p_value(
 
 
 def compare(a: AnswerSet, b: AnswerSet, permutations: int, seed: int) -> dict[str, Any]:
-    """{lengths, tokens, ended: {distance, p_value}}, means of both, and prompts. The sets answer the same prompts."""
-    n, width = len(a.ids), int(max(a.lengths.max(), b.lengths.max())) + 1
-    ids = np.unique(np.concatenate([*a.tokens, *b.tokens]))
-    tests = {
-        "lengths": (length_counts(a, width) / n, length_counts(b, width) / n, largest_distance),
-        "tokens": (token_counts(a, ids), token_counts(b, ids), total_variation),
-        "ended": (a.ended[:, None] / n, b.ended[:, None] / n, largest_distance),
-    }
+    """{lengths, tokens, ended: {distance, p_value}}, means of both, and how many prompts both answer."""
+    ids = sorted(a.tokens.keys() & b.tokens.keys())
+    n, lengths = len(ids), [x.lengths(ids) for x in (a, b)]
+    vocabulary = np.unique(np.concatenate([x.tokens[key] for x in (a, b) for key in ids]))
+    width = np.arange(max(map(np.max, lengths)) + 1)
+    # Row i is 1 from the length of answer i on, so that a mean over rows is a cumulative distribution.
+    cumulative = [(own[:, None] <= width).astype(float) / n for own in lengths]
+    used = [np.zeros((n, len(vocabulary))) for _ in (a, b)]
+    for side, counts in zip((a, b), used, strict=True):
+        for row, key in zip(counts, ids, strict=True):
+            np.add.at(row, np.searchsorted(vocabulary, side.tokens[key]), 1)
+    ended = [np.array([[x.ended[key]] for key in ids]) for x in (a, b)]
     found: dict[str, Any] = {"prompts": n}
-    for name, (of_a, of_b, statistic) in tests.items():
-        distance, p_value = permutation_p_value(of_a, of_b, statistic, permutations, seed)
+    for name, sides, statistic in (
+        ("lengths", cumulative, largest_distance),
+        ("tokens", used, total_variation),
+        ("ended", [x / n for x in ended], largest_distance),
+    ):
+        distance, p_value = permutation_p_value(sides[0], sides[1], statistic, permutations, seed)
         found[name] = {"distance": round(distance, 5), "p_value": round(p_value, 5)}
-    found["mean_length"] = [round(float(x.lengths.mean()), 3) for x in (a, b)]
-    found["ended_share"] = [round(float(x.ended.mean()), 4) for x in (a, b)]
+    found["mean_length"] = [round(float(own.mean()), 3) for own in lengths]
+    found["ended_share"] = [round(float(x.mean()), 4) for x in ended]
     return found
 
 
@@ -150,23 +126,16 @@ def main(s: CompareSamplesConfig) -> None:
         raise UserError("give two folders of sampled sets: A --b B")
     check_file(s.out, [s.a, s.b])
     (a, counts_a), (b, counts_b) = read_answers(s.a), read_answers(s.b)
-    shared = set(a.ids) & set(b.ids)
-    if not shared:
+    if not a.tokens.keys() & b.tokens.keys():
         raise UserError(f"{s.a} and {s.b} answer no prompt in common: sample the same sources")
-    found = compare(select(a, shared), select(b, shared), s.permutations, s.seed)
+    found = compare(a, b, s.permutations, s.seed)
     table = Table("", "distance", "p")
     for name in ("lengths", "tokens", "ended"):
         table.add_row(name, f"{found[name]['distance']:.4f}", f"{found[name]['p_value']:.3f}")
     Console(stderr=True).print(table)
-    facts = {
-        "counts": [counts_a, counts_b],
-        "only_in_one": [len(a.ids) - len(shared), len(b.ids) - len(shared)],
-        **found,
-    }
-    line = json.dumps(facts | to_json(provenance.collect()))
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    only = [len(x.tokens) - found["prompts"] for x in (a, b)]
+    facts = {"counts": [counts_a, counts_b], "only_in_one": only, **found}
+    finish(s.out, facts | to_json(provenance.collect()))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import runpy
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
@@ -55,7 +56,12 @@ def listed(what: str) -> list[str]:
         from decode.drafts.registry import DRAFT_FAMILIES
 
         return list(DRAFT_FAMILIES)
-    raise SystemExit("error: draftsmith ls families, tasks, recipes or engines")
+    refuse("draftsmith ls families, tasks, recipes or engines")
+
+
+def refuse(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main() -> None:
@@ -72,7 +78,7 @@ def main() -> None:
         sys.argv = [file, *words]
         runpy.run_path(file, run_name="__main__")
     else:
-        raise SystemExit(f"error: draftsmith {name}: no such command; {', '.join(COMMANDS)}, ls")
+        refuse(f"draftsmith {name}: no such command; {', '.join(COMMANDS)}, ls")
 
 
 if __name__ == "__main__":

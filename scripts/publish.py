@@ -103,30 +103,25 @@ def main(s: PublishConfig) -> None:
     except (KeyboardInterrupt, Terminated) as error:
         error.add_note(f"{out} is complete, and the same command continues the upload")
         raise
-    print(
-        json.dumps(
-            {"folder": str(folder.path), "repo": s.repo, "kind": folder.kind, "pushed": sent}
-        )
-    )
+    about = {"folder": str(folder.path), "repo": s.repo, "kind": folder.kind, "pushed": sent}
+    print(json.dumps(about))
 
 
 def check_engines(draft: str) -> dict[str, list[str]]:
     """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
     target = (read_metadata(draft).target or TargetRecord()).name
     local_target = target if Path(target, "config.json").is_file() else ""
-    return {
-        name: [
-            f"{f.effect}: {f.what}" for f in check_draft_files(draft, engine, target=local_target)
-        ]
-        for name, engine in CHECKED_ENGINES.items()
-    }
+    found = {}
+    for name, engine in CHECKED_ENGINES.items():
+        findings = check_draft_files(draft, engine, target=local_target)
+        found[name] = [f"{f.effect}: {f.what}" for f in findings]
+    return found
 
 
 def print_folder(folder: upload.PublishFolder) -> None:
     """Prints the folder as a tree with sizes, the names that were left out, and the card."""
-    console = Console()
-    tree = Tree(Text(f"{folder.path}/"))
-    _add_to_tree(tree, folder.path)
+    console, tree = Console(), Tree(Text(f"{folder.path}/"))
+    add_to_tree(tree, folder.path)
     console.print(tree)
     if len(folder.left_out) > 0:
         console.print(Text(f"left out: {', '.join(folder.left_out)}", style="dim"))
@@ -134,10 +129,10 @@ def print_folder(folder: upload.PublishFolder) -> None:
     console.print(Markdown(text.split("\n---\n", 1)[1]))
 
 
-def _add_to_tree(tree: Tree, folder: Path) -> None:
+def add_to_tree(tree: Tree, folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir():
-            _add_to_tree(tree.add(Text(f"{path.name}/")), path)
+            add_to_tree(tree.add(Text(f"{path.name}/")), path)
         else:
             tree.add(Text.assemble(path.name, (f"  {decimal(path.stat().st_size)}", "dim")))
 

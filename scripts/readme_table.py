@@ -46,36 +46,30 @@ class ReadmeTableConfig:
 
 
 def render_table(report: EvalReport, layout: str = "pooled") -> str:
-    """A Markdown table in the layout, and a line on how it was measured."""
-    head, rows = method_rows(report, layout)
-    lines = ["".join(f"| {cell} " for cell in row) + "|" for row in (head, *rows)]
-    lines.insert(1, "|---" * len(head) + "|")
-    return "\n".join([*lines, "", measurement_line(report)])
+    """A Markdown table in the layout, and a line on how it was measured.
 
-
-def method_rows(report: EvalReport, layout: str) -> tuple[list[str], list[list[str]]]:
-    """The headings, and a row for each method and engine at each temperature.
-
-    Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together.
+    A row for each method and engine at each temperature. Columns: those of `layout`, the speed-up on each task if there
+    are several, and on all of them together.
     """
     tasks = list(dict.fromkeys(m.task for m in report.methods if not m.is_pooled))
     shown = tasks if len(tasks) > 1 else []
     columns = LAYOUTS[layout]
-    head = ["T", "method", *columns, *shown, "speed-up [95 %]"]
-    by_task = {(row_name(m), m.temperature, m.task): m for m in all_entries(report)}
-    rows = []
+    by_task = {(row_name(m), m.temperature, m.task): m.speedup for m in all_entries(report)}
+    rows = [["T", "method", *columns, *shown, "speed-up [95 %]"]]
     for m in by_speed(report):
-        speedups = [by_task[row_name(m), m.temperature, task].speedup for task in shown]
+        speedups = [by_task[row_name(m), m.temperature, task].value for task in shown]
         rows.append(
             [
                 f"{m.temperature:g}",
                 row_name(m),
                 *(column(m) for column in columns.values()),
-                *(f"{format_number(speedup.value, 2)}×" for speedup in speedups),
+                *(f"{format_number(value, 2)}×" for value in speedups),
                 format_estimate(m.speedup, 2, "×"),
             ]
         )
-    return head, rows
+    lines = ["".join(f"| {cell} " for cell in row) + "|" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join([*lines, "", measurement_line(report)])
 
 
 def all_entries(report: EvalReport) -> list[Entry]:
@@ -104,12 +98,11 @@ def row_name(m: Entry) -> str:
 def draw_speedups(report: EvalReport) -> str:
     """SVG of the speed-ups of all tasks together: a row for each method and engine, a colour for each temperature."""
     timed = [m for m in by_speed(report) if m.speedup.value]
-    colors = {m.temperature: f"temperature {m.temperature:g}" for m in timed}
     points = {
-        (row_name(m).strip("*"), colors[m.temperature]): estimate_point(m.speedup) for m in timed
+        (row_name(m).strip("*"), f"temperature {m.temperature:g}"): estimate_point(m.speedup)
+        for m in timed
     }
-    rows = list(dict.fromkeys(row for row, _ in points))
-    names = list(colors.values())
+    rows, names = (list(dict.fromkeys(x)) for x in zip(*points, strict=True))
     title = ", ".join(f"{glyph} {name}" for glyph, name in zip(GLYPHS, names, strict=False))
     limits = axis_limits(points.values(), 1.0)
     axis = "speed-up over plain decoding"
@@ -160,11 +153,10 @@ LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
 
 def draft_lengths(entries: Sequence[Entry]) -> str:
     """`K = 3`, or, where methods differ, that of most of them first: `K = 3, but 6 (dspark, pard)`."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = {}
     for m in entries:
-        name = row_name(m).strip("*")
-        if m.k > 0 and name not in names.get(m.k, []):
-            names.setdefault(m.k, []).append(name)
+        if m.k > 0:
+            names.setdefault(m.k, {})[row_name(m).strip("*")] = None
     if not names:
         return "no drafts"
     usual, *others = sorted(names, key=lambda k: -len(names[k]))

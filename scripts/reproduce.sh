@@ -35,8 +35,8 @@ family mtp 'mtp, steps: 3'
 family medusa 'medusa, heads: 3'
 family layerskip 'layerskip, vocab: 8192, exit_layer: 8'
 family pard 'pard, layers: [0, 1, 28, 29], vocab: 8192, block: 6'
-family peagle 'peagle, vocab: 8192, block: 6'
-family dflash 'dflash, vocab: 8192, block: 6'
-family dspark 'dspark, vocab: 8192, block: 6, markov_rank: 64'
+family peagle 'peagle, vocab: 8192, block: 6, retention: 0.7'
+family dflash 'dflash, vocab: 8192, block: 6, depth: 2, taps: [2, 15, 27]'
+family dspark 'dspark, vocab: 8192, block: 6, depth: 2, taps: [2, 15, 27], markov_rank: 64'
 python eval/run.py --config configs/smollm2/families_eval.yaml
 printf '\ndone in %d s: %s/report/report.html\n' $((SECONDS - begun)) $out

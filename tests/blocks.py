@@ -14,7 +14,7 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
 from tests.tiny import tiny_prompts
 
-K, LENGTH = 3, 24
+K, LENGTH = 3, 16
 PROMPTS = tiny_prompts(13, 1, 9, 2)
 SHAPES: dict[str, TreeShape] = {
     "chain": None,
@@ -61,4 +61,44 @@ def decode_and_compare(
     """(largest difference of what is `seen` from wanted(text, K), accepted lengths that occurred)."""
     outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
     far = [(wanted(text, len(logits)) - logits).abs().max() for text, logits in seen]
+    return float(torch.stack(far).max()), {n for output in outputs for _, n in output.rounds}
+
+
+@torch.no_grad()
+def chain_drift(
+    draft: Any,
+    owner: Any,
+    method: str,
+    own: Target,
+    wanted: Callable[[list[int], list[int]], Tensor],
+    **settings: Any,
+) -> tuple[float, set[int]]:
+    """(largest difference of what chains are drafted from, accepted lengths that occurred).
+
+    A method of the `owner` returns logits [B, T, V], of which the last T count; wanted(text, drafted tokens) is [n + 1,
+    V] after the text and each of n drafted tokens.
+    """
+    seen: list[tuple[list[int], list[int], Tensor]] = []
+    propose, logits_of = draft.propose, getattr(owner, method)
+
+    def watch(history: Tensor, length: Tensor, k: int) -> Any:
+        found: list[Tensor] = []
+
+        def keep(*inputs: Any) -> Tensor:
+            logits: Tensor = logits_of(*inputs)
+            found.append(logits[:, -1].clone())
+            return logits
+
+        setattr(owner, method, keep)
+        proposal = propose(history, length, k)
+        for row, n in enumerate(length.tolist()):
+            drafted = proposal.tokens[row].tolist()[: len(found) - 1]
+            laws = torch.stack([logits[row] for logits in found])
+            seen.append((history[row, :n].tolist(), drafted, laws))
+        return proposal
+
+    draft.propose = watch
+    outputs = decode(own, draft, PROMPTS[:3], k=K, max_new_tokens=12, **settings)
+    assert len(seen) > 3
+    far = [(wanted(text, drafted) - laws).abs().max() for text, drafted, laws in seen]
     return float(torch.stack(far).max()), {n for output in outputs for _, n in output.rounds}

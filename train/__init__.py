@@ -4,7 +4,9 @@
     doctor.py         command: examines a sampled set or prompts: loss mask in colour, findings with their cost
     write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
     distill.py        command: trains a draft on sampled sets
-    training.py       what it does: the parts of a run are loaded, and the draft is trained
+    answering.py      what sample.py does
+    prompt_writing.py what write_prompts.py does
+    training.py       what distill.py does: the parts of a run are loaded, and the draft is trained
     states_server.py  command: starts a server that writes the target's hidden states for distill.py
     settings/         the settings of data and training, which load no torch
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches

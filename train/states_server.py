@@ -22,8 +22,6 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
-from decode.serving.running import vllm_client
-from train.teacher.served import LAYERS_FILE
 
 
 @dataclass
@@ -48,6 +46,9 @@ class StatesServer:
 
 
 def main(s: StatesServer) -> None:
+    from decode.serving.running import vllm_client  # these load torch: --help does without
+    from train.teacher.served import LAYERS_FILE
+
     if not s.layers or s.layers != sorted(set(s.layers)) or s.layers[0] < 0:
         raise UserError(f"layers {s.layers}: give each once, in rising order")
     folder = Path(s.folder)

@@ -7,6 +7,7 @@ from typing import Any
 from decode.checkpoints import layouts
 from decode.checkpoints.eagle_layouts import layer_kind, llama_layer_config
 from decode.checkpoints.layouts import (
+    AUX_LAYERS,
     HeadConfig,
     Layout,
     ReadFiles,
@@ -37,10 +38,8 @@ def dflash_config(
     mask_token: int,
     markov_rank: int = 0,
 ) -> HeadConfig:
-    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
-
-    With `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent.
-    """
+    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids). With
+    `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent."""
     config = llama_layer_config(target, vocab) | {
         "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
@@ -53,25 +52,22 @@ def dflash_config(
             "target_layer_ids": list(layouts.capture_to_output(layers)),
             "causal": False,
         },
-        "eagle_aux_hidden_state_layer_ids": list(layers),
+        AUX_LAYERS: list(layers),
     }
-    if not markov_rank:
-        return HeadConfig(config)
-    return HeadConfig(
-        config
-        | {
+    if markov_rank:
+        config |= {
             "markov_rank": markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
             "sample_from_anchor": True,
         }
-    )
+    return HeadConfig(config)
 
 
 def aux_layers(config: HeadConfig) -> tuple[int, ...]:
     """Capture ids of the states that engines read: by the key of such ids, else the layers' outputs plus one."""
-    own = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    own = config.get(AUX_LAYERS) or config.get("aux_hidden_state_layer_ids")
     nested = config.value("dflash_config", {}).get("target_layer_ids")
     outputs = nested or config.get("target_layer_ids") or ()
     return tuple(own or (i + 1 for i in outputs))
@@ -135,8 +131,6 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
     kind = layer_kind({**flat, "architectures": config.get("architectures")})
     if kind not in ("qwen3", "llama", "dflash", "dspark", ""):
         raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
-    outputs = nested.get("target_layer_ids") or flat.get("target_layer_ids") or ()
-    layers = flat.get("eagle_aux_hidden_state_layer_ids") or flat.get("aux_hidden_state_layer_ids")
     if "mask_token_id" not in nested:
         nested["mask_token_id"] = flat["mask_token_id"]
     anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
@@ -146,7 +140,7 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         "sample_from_anchor": anchor,
         "dflash_config": nested,
         "block_size": int(flat.get("block_size") or nested["block_size"]),
-        "eagle_aux_hidden_state_layer_ids": list(layers or layouts.output_to_capture(outputs)),
+        AUX_LAYERS: list(aux_layers(HeadConfig(flat))),
         "draft_vocab_size": flat.get("draft_vocab_size") or flat["vocab_size"],
         "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
     }

@@ -51,16 +51,14 @@ class ReducedVocabulary:
     """The tokens that a draft can draft, where they are not all of the target's."""
 
     size: int
-    coverage: float
-    """Share of the tokens of the training text that are among them."""
+    coverage: float  # share of the tokens of the training text that are among them
     digest: Digest
 
 
 @dataclass(frozen=True)
 class RemovedLayer:
     layer: int
-    acceptance: float
-    """Without it and those before it."""
+    acceptance: float  # without it and those before it
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class DraftMetadata:
     family: Omitted[Word] = None
     target: Omitted[TargetRecord] = None
     tokenizer_hash: Omitted[Digest] = None
-    training: Private[Omitted[dict[str, Any]]] = None
-    """The settings of train/distill.py."""
+    training: Private[Omitted[dict[str, Any]]] = None  # the settings of train/distill.py
     trained_steps: Omitted[int] = None
     samples: Omitted[int] = None
     processes: Omitted[int] = None
@@ -123,7 +120,6 @@ class DraftMetadata:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a draftsmith.json that says anything."""
         return self != DraftMetadata()
 
 
@@ -174,8 +170,7 @@ def is_altered(path: str, sha256: str | None) -> bool:
 def check_saved_draft(path: str) -> None:
     """Compares the files of a draft's folder with draftsmith.json: a warning if weights or config.json were altered
     after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record."""
-    sha256 = draft_sha256(path)
-    if is_altered(path, sha256):
+    if is_altered(path, draft_sha256(path)):
         damage.warn_once(
             f"draft {path!r} has other weights or another config.json than {METADATA_FILE} says: it was changed or "
             "damaged after training, and what was measured in training is not about it"
@@ -234,9 +229,8 @@ def check_vocabulary(path: str, target: Target) -> Any:
     """The tokenizer of a causal draft, which gives no id that it shares with the target's to another token: either may
     have tokens that the other lacks. UserError names the first id that they give to different tokens."""
     tokenizer = load_tokenizer(path)
-    if tokenizer_fingerprint(tokenizer) == target.fingerprint:
-        return tokenizer
-    found = disagreement(tokenizer, target.tokenizer)
+    same = tokenizer_fingerprint(tokenizer) == target.fingerprint
+    found = None if same else disagreement(tokenizer, target.tokenizer)
     if found is not None:
         raise UserError(
             f"draft {path!r} and target {target.name!r} disagree on token ids, {found}: use a draft trained for this "
@@ -246,11 +240,9 @@ def check_vocabulary(path: str, target: Target) -> Any:
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
-    """UserError naming both tokenizers if draft and target would decode the same ids to different text.
-
-    Where the target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
-    (`disagreement`); else only equal ones are.
-    """
+    """UserError naming both tokenizers if draft and target would decode the same ids to different text. Where the
+    target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
+    (`disagreement`); else only equal ones are."""
     if draft_fingerprint == target.fingerprint:
         return
     trained = read_metadata(path).target or TargetRecord()

@@ -29,11 +29,8 @@ def save_ids(folder: Path, ids: torch.Tensor | None) -> None:
 
 
 def read_ids(folder: str, vocab_size: int, recorded: bool) -> torch.Tensor | None:
-    """[Vd] int64: the ids in a draft's folder; None for a whole vocabulary.
-
-    UserError if the file is missing although draftsmith.json `recorded` one, if it is damaged, or if its ids do not
-    rise within the first `vocab_size` ids.
-    """
+    """[Vd] int64: the ids in a draft's folder; None for a whole vocabulary. UserError if the file is missing although
+    draftsmith.json `recorded` one, if it is damaged, or if its ids do not rise within the first `vocab_size` ids."""
     file = Path(folder) / VOCAB_FILE
     if not file.is_file():
         if recorded:
@@ -52,12 +49,10 @@ def read_ids(folder: str, vocab_size: int, recorded: bool) -> torch.Tensor | Non
 
 
 def resize_vocabulary(model: Any, size: int) -> None:
-    """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
-
-    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such
-    ids. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
-    the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
-    """
+    """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer. Models of one
+    tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such ids. New rows are the mean
+    of all others, so that the logit of each is the mean of the model's logits: it is never the largest, and its
+    probability is below 1 / V everywhere. Training moves them to the target's distribution."""
     head = model.get_output_embeddings()
     old = head.weight.shape[0]
     if old == size:
@@ -74,11 +69,9 @@ def resize_vocabulary(model: Any, size: int) -> None:
 
 def silence_other_tokens(model: Any, ids: torch.Tensor) -> None:
     """Gives the tokens outside the reduced vocabulary `ids` [Vd] the mean of its rows in the LM head, in place: rows
-    that had no part in training could else be the most probable.
-
-    The logit of each is then the mean of the others', which is never the largest, and its probability below 1 / Vd. A
-    head that is the embedding becomes a matrix of its own.
-    """
+    that had no part in training could else be the most probable. The logit of each is then the mean of the others',
+    which is never the largest, and its probability below 1 / Vd. A head that is the embedding becomes a matrix of its
+    own."""
     head = model.get_output_embeddings()
     if tied_heads.are_tied(model):
         head.weight = torch.nn.Parameter(head.weight.detach().clone())

@@ -12,6 +12,7 @@ from typing import Any
 
 from decode.checkpoints import layouts
 from decode.checkpoints.layouts import (
+    AUX_LAYERS,
     HeadConfig,
     Layout,
     ReadFiles,
@@ -29,15 +30,8 @@ EAGLE1_FIELDS = {
     "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
     "bias": False,
 }
-OUTER_KEYS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    *NORM_FLAGS,
-    "eagle_aux_hidden_state_layer_ids",
-    "mask_token_id",
-    "dtype",
-    "torch_dtype",
-)
+SIZES = ("draft_vocab_size", "target_hidden_size")
+OUTER_KEYS = (*SIZES, *NORM_FLAGS, AUX_LAYERS, "mask_token_id", "dtype", "torch_dtype")
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where engines look for the mask token of P-EAGLE, in this order."""
@@ -45,8 +39,6 @@ NO_LAYER_NAMES = re.compile(
     r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash|dspark|speculator|draft|model|mtp", re.IGNORECASE
 )
 """What names in `architectures` hold besides the kind of a layer."""
-LLAMA_LAYERS = ("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM")
-"""EAGLE-3 with Llama's layer, whose targets are others."""
 
 
 # ---- as saved here ----
@@ -54,10 +46,8 @@ LLAMA_LAYERS = ("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM")
 
 def llama_layer_config(target: Any, vocab: int, width: int = 0) -> HeadConfig:
     """The part of config.json that EAGLE and DFlash share: a Llama layer with the heads, norms and RoPE of its target.
-
     `width` is the draft's hidden size (0: the target's). In a narrower draft attention heads keep their size and there
-    are fewer of them.
-    """
+    are fewer of them."""
     fields, hidden = target.to_dict(), target.hidden_size
     width = width or hidden
     size = fields.get("head_dim") or hidden // target.num_attention_heads
@@ -107,7 +97,6 @@ def llama_layer_config(target: Any, vocab: int, width: int = 0) -> HeadConfig:
 
 
 def eagle1_config(target: Any, vocab: int) -> HeadConfig:
-    """config.json of an EAGLE-1 draft, whose hidden size is that of its target."""
     return HeadConfig(llama_layer_config(target, vocab) | EAGLE1_FIELDS)
 
 
@@ -119,37 +108,31 @@ def eagle3_config(
     width: int = 0,
     norms: Sequence[str] = (),
 ) -> HeadConfig:
-    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids).
-
-    `norms` are those of NORM_FLAGS that it has.
-    """
+    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids). `norms` are those
+    of NORM_FLAGS that it has."""
     config = llama_layer_config(target, vocab, width) | {
         "architectures": [layouts.EAGLE3_ARCHITECTURE],
         "draft_vocab_size": draft_vocab,
         # Engines have different defaults for them.
         **{name: name in norms for name in NORM_FLAGS},
     }
-    default = target.num_hidden_layers >= 7 and layers == layouts.default_aux_layers(
-        target.num_hidden_layers
-    )
+    count = target.num_hidden_layers
+    default = count >= 7 and layers == layouts.default_aux_layers(count)
     return HeadConfig(config if default else config | layouts.aux_layer_fields(layers))
 
 
-def peagle_config(eagle3: Mapping[str, Any], mask_token: int) -> HeadConfig:
+def peagle_config(eagle3: Mapping[str, object], mask_token: int) -> HeadConfig:
     """config.json of a P-EAGLE draft, from that of EAGLE-3 with the same taps and sizes."""
     return HeadConfig({**eagle3, "mask_token_id": mask_token})
 
 
-def saved_norms(config: Mapping[str, Any]) -> list[str]:
-    """The names of NORM_FLAGS that this config.json sets."""
+def saved_norms(config: Mapping[str, object]) -> list[str]:
     return [name for name in NORM_FLAGS if config.get(name)]
 
 
 def aux_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Capture ids of the states that a saved EAGLE-3 draft reads, for a target with `count` layers."""
-    return tuple(
-        config.get("eagle_aux_hidden_state_layer_ids") or layouts.default_aux_layers(count)
-    )
+    return tuple(config.get(AUX_LAYERS) or layouts.default_aux_layers(count))
 
 
 # ---- tensors ----
@@ -163,8 +146,8 @@ def norm_flag(config: HeadConfig, name: str, default: bool = False) -> bool:
 
 def aux_layer_count(config: HeadConfig) -> int:
     """Number of the target's layers whose hidden states engines give to `fc`."""
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested
+    nested = (config.get("eagle_config") or {}).get(AUX_LAYERS)
+    ids = config.get(AUX_LAYERS) or nested
     return len(ids) if ids else int(config.value("num_aux_hidden_states", 3))
 
 
@@ -242,8 +225,8 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
     nested = flat.pop("eagle_config", None) or {}
     if nested.get("use_aux_hidden_state") is False:
         raise UserError("EAGLE-3 that reads the last hidden state alone is not supported")
-    layers = flat.pop("eagle_aux_hidden_state_layer_ids", None)
-    outputs = nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = flat.pop(AUX_LAYERS, None)
+    outputs = nested.get(AUX_LAYERS)
     if not layers and outputs:
         layers = layouts.output_to_capture(outputs)
     flat |= {
@@ -257,9 +240,7 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
     if family == "peagle":
         named = [flat[name] for name in MASK_TOKEN_FIELDS if flat.get(name) is not None]
         if not named:
-            raise UserError(
-                f"P-EAGLE without a mask token: add {MASK_TOKEN_FIELDS[0]} to config.json"
-            )
+            raise UserError("P-EAGLE without a mask token: add mask_token_id to config.json")
         flat["mask_token_id"] = int(named[0])
     flat["fc_norm"] = flat["fc_norm"] or "fc_norm.0.weight" in tensors
     return HeadConfig(flat | layouts.aux_layer_fields(layers)), tensors
@@ -270,27 +251,23 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers", 1)
     if layers != 1:
         raise UserError(f"EAGLE of {layers} layers: only drafts with one layer are supported")
-    biased = config.get("attention_bias") or config.get("mlp_bias")
-    if biased:
+    if config.get("attention_bias") or config.get("mlp_bias"):
         raise UserError("EAGLE with biases in its layer: such drafts are not supported")
     kind = layer_kind(config)
-    if "auto_map" in config and config.get("model_type") not in (None, "llama", "mistral", "eagle"):
-        kind = str(
-            config["model_type"]
-        )  # its own code says what the layer computes, and is not run
-    if kind not in ("llama", "mistral", "eagle", ""):  # Mistral's is Llama's with a window
+    known, named = ("llama", "mistral", "eagle", ""), config.get("model_type") or ""
+    if "auto_map" in config and named not in known:
+        kind = str(named)  # its own code says what the layer computes, and is not run
+    if kind not in known:  # Mistral's is Llama's with a window
         raise UserError(f"EAGLE with a layer of type {kind!r}: only Llama's is supported")
 
 
 def layer_kind(config: Mapping[str, Any]) -> str:
     """Whose layer the draft has: by `architectures` where a name says it, else by `model_type`; "" if neither does.
-
-    Trainers copy `model_type` from the target's config, whatever the draft's layer is.
-    """
-    names = [str(name) for name in config.get("architectures") or ()]
-    bare = [re.sub(NO_LAYER_NAMES, "", name).lower() for name in names if name not in LLAMA_LAYERS]
-    kinds = {kind for kind in bare if kind}
-    if len(bare) < len(names) or "llama" in kinds:
+    Trainers copy `model_type` from the target's config, whatever the draft's layer is."""
+    names = {str(name) for name in config.get("architectures") or ()}
+    kinds = {re.sub(NO_LAYER_NAMES, "", name).lower() for name in names} - {""}
+    # Two are EAGLE-3 with Llama's layer, whose targets are others.
+    if "llama" in kinds or names & {"Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"}:
         return "llama"
     return min(kinds, default=str(config.get("model_type") or ""))
 

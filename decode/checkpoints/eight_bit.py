@@ -4,18 +4,16 @@ The tensors decide, not config.json: trainers copy the target's `quantization_co
 quantised, and write heads in eight bits without any.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from decode.checkpoints.layouts import VOCAB_MAPS, Tensors
 from decode.common.errors import UserError, first_line
 from decode.model.formats import quantized
 from decode.model.formats.quantized import METHODS, UNUSED, plain_weights
 
-Tensors = dict[str, torch.Tensor]
-MAPS = ("d2t", "t2d", "token_map")
-"""Tensors of whole numbers that are no weights."""
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 WHOLE = (*SCALES, torch.float64, torch.int64, torch.bool)
 """Dtypes of tensors that are what they say: weights, and buffers."""
@@ -23,14 +21,12 @@ WHOLE = (*SCALES, torch.float64, torch.int64, torch.bool)
 
 def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """The tensors with every weight in float32 that was in eight bits or fewer; the same object where none was.
-
     UserError that names the method for a form that is not read, and for weights without a scale: their bare numbers
-    would be another model.
-    """
+    would be another model."""
     packed = [
         name
         for name, value in tensors.items()
-        if name.rpartition(".")[2] not in MAPS and value.dtype not in WHOLE
+        if name.rpartition(".")[2] not in (*VOCAB_MAPS, "token_map") and value.dtype not in WHOLE
     ]
     if not packed:
         return tensors
@@ -57,22 +53,15 @@ def _by_scales(tensors: Tensors, packed: list[str], method: str) -> Tensors:
     found = dict(tensors)
     for name in packed:
         weight = tensors[name]
-        kinds: tuple[tuple[str, Callable[..., torch.Tensor]], ...] = (
-            ("_scale", quantized.scaled_weight),
-            ("_scale_inv", _in_blocks),
-        )
-        pairs = [(name + end, read) for end, read in kinds if name + end in tensors]
+        scales = [name + end for end in ("_scale", "_scale_inv") if name + end in tensors]
         eight = weight.itemsize == 1 and weight.dtype not in (torch.uint8, torch.bool)
-        if not eight or len(pairs) != 1 or tensors[pairs[0][0]].dtype not in SCALES:
+        if not eight or len(scales) != 1 or tensors[scales[0]].dtype not in SCALES:
             raise UserError(
                 f"{name} is {str(weight.dtype).removeprefix('torch.')}, and no scale of it is known"
             )
-        scale, read = pairs[0]
-        found[name] = read(weight, found.pop(scale))
+        scale = found.pop(scales[0])
+        if scales[0].endswith("_inv") and scale.numel() > 1:
+            found[name] = quantized.block_scaled_weight(weight, scale, (128, 128))
+        else:
+            found[name] = quantized.scaled_weight(weight, scale)
     return {name: value for name, value in found.items() if not name.endswith(UNUSED)}
-
-
-def _in_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    if scale.numel() == 1:
-        return quantized.scaled_weight(weight, scale)
-    return quantized.block_scaled_weight(weight, scale, (128, 128))

@@ -15,19 +15,17 @@ from decode.common.errors import UserError
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> HeadConfig:
     """config.json of Medusa heads for a target with this text config and `vocab` logits."""
     return HeadConfig(
-        {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": target.hidden_size,
-            "vocab_size": vocab,
-            "num_heads": heads,
-            "num_hidden_layers": layers,
-            "truncated_vocab_size": vocab,
-            "medusa_fc_bias": True,  # without it vLLM drops the biases
-            "original_lm_head": False,
-            "max_paths": 64,
-            "topk": 10,
-        }
+        model_type="medusa",
+        architectures=["MedusaModel"],
+        hidden_size=target.hidden_size,
+        vocab_size=vocab,
+        num_heads=heads,
+        num_hidden_layers=layers,
+        truncated_vocab_size=vocab,
+        medusa_fc_bias=True,  # without it vLLM drops the biases
+        original_lm_head=False,
+        max_paths=64,
+        topk=10,
     )
 
 
@@ -53,10 +51,8 @@ def _medusa_shapes(config: HeadConfig) -> Shapes:
 
 
 def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
-    """Config and tensors as vLLM names them.
-
-    Except in vLLM's own layout all counts and sizes come from the tensors, because published configs have wrong ones.
-    """
+    """Config and tensors as vLLM names them. Except in vLLM's own layout all counts and sizes come from the tensors,
+    because published configs have wrong ones."""
     if "token_map" in tensors:
         raise UserError("Medusa over a reduced vocabulary (token_map) is not supported")
     activation = config.get("hidden_act") if config.get("model_type") == "medusa" else None
@@ -85,13 +81,13 @@ def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         size = renamed["lm_heads.0.weight"].shape[0]
         fields |= {"vocab_size": size, "truncated_vocab_size": size}
         fields["original_lm_head"] = fields["original_lm_head"] and fields["num_heads"] > 1
-    if set(names.values()) == set(names):  # vLLM's own layout, whose config is right
-        fields |= {
-            key: value for key, value in config.items() if key not in ("medusa_num_heads", "medusa_num_layers")
-        }  # fmt: skip
-    else:
-        fields |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    return HeadConfig(fields), renamed
+    own = set(names.values()) == set(names)  # vLLM's own layout, whose config is right
+    kept = (
+        config.keys() - {"medusa_num_heads", "medusa_num_layers"}
+        if own
+        else {"dtype", "torch_dtype"}
+    )
+    return HeadConfig(fields | {key: config[key] for key in config if key in kept}), renamed
 
 
 HEADS = r"^(?:medusa_heads?\.)?"
@@ -112,21 +108,17 @@ MEDUSA = Layout(
 
 
 def exit_config(target: Any, vocab: int, draft_vocab: int, layer: int, width: int) -> HeadConfig:
-    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id).
-
-    No engine reads it: they have no early exit.
-    """
+    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id). No
+    engine reads it: they have no early exit."""
     return HeadConfig(
-        {
-            "model_type": "layerskip",
-            "architectures": ["ExitAdapter"],
-            "hidden_size": target.hidden_size,
-            "vocab_size": vocab,
-            "draft_vocab_size": draft_vocab,
-            "num_target_layers": target.num_hidden_layers,
-            "exit_layer": layer,
-            "exit_width": width,
-        }
+        model_type="layerskip",
+        architectures=["ExitAdapter"],
+        hidden_size=target.hidden_size,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        num_target_layers=target.num_hidden_layers,
+        exit_layer=layer,
+        exit_width=width,
     )
 
 

@@ -6,9 +6,11 @@ executed: of pickles only tensors are read.
 
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -62,10 +64,7 @@ class DraftCheckpoint:
 
 def resolve_folder(name: str) -> str:
     """`name` if it is a local path; for a repository on the Hub, the folder that its known files are downloaded to; for
-    an adapter the folder with its base merged.
-
-    UserError when they cannot be downloaded.
-    """
+    an adapter the folder with its base merged. UserError when they cannot be downloaded."""
     local = check_name(name, "draft")
     merged = adapter_folder(name, "draft")
     if merged is not None:
@@ -85,12 +84,10 @@ def resolve_folder(name: str) -> str:
 def detect_family(names: Iterable[str]) -> str:
     """The family with tensors of these names: that of a layout, or causal for all others."""
     bare = {name.removeprefix("model.") for name in names}
-    found = (
-        layout.family
-        for layout in LAYOUTS.values()
-        if any(re.fullmatch(layout.known_by, name) for name in bare)
-    )
-    return next(found, "causal")
+    for layout in LAYOUTS.values():
+        if any(re.fullmatch(layout.known_by, name) for name in bare):
+            return layout.family
+    return "causal"
 
 
 def tensor_files(path: str) -> dict[str, Path]:
@@ -113,16 +110,23 @@ def tensor_files(path: str) -> dict[str, Path]:
         return {name: folder / file for name, file in files.items()}
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
-            try:
-                with safe_open(folder / file, "pt") as tensors:
-                    return dict.fromkeys(tensors.keys(), folder / file)
-            except (OSError, SafetensorError) as error:
-                reason = disk_error(error, folder / file) or f"{file} cannot be read: {error}"
-                raise UserError(f"draft {path!r}: {reason}") from error
+            with _opened(path, folder / file) as tensors:
+                return dict.fromkeys(tensors.keys(), folder / file)
     for file in PICKLE_FILES:
         if (folder / file).is_file():
             return dict.fromkeys(_unpickle(folder / file), folder / file)
     raise UserError(f"draft {path!r}: {layouts.WEIGHTS_FILE} cannot be read: there is no such file")
+
+
+@contextmanager
+def _opened(path: str, file: Path) -> Iterator[Any]:
+    """A safetensors file of the draft `path`. UserError if it cannot be read."""
+    try:
+        with safe_open(file, "pt") as stored:
+            yield stored
+    except (OSError, SafetensorError) as error:
+        reason = disk_error(error, file) or f"{file.name} cannot be read: {error}"
+        raise UserError(f"draft {path!r}: {reason}") from error
 
 
 def raw_tensors(path: str) -> Tensors:
@@ -140,21 +144,15 @@ def raw_tensors(path: str) -> Tensors:
         if file.name in PICKLE_FILES:
             content = _unpickle(file)
             tensors |= {name: content[name] for name in names}
-            continue
-        try:
-            with safe_open(file, "pt") as stored:
+        else:
+            with _opened(path, file) as stored:
                 tensors |= {name: stored.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as error:
-            reason = disk_error(error, file) or f"{file.name} cannot be read: {error}"
-            raise UserError(f"draft {path!r}: {reason}") from error
     return tensors
 
 
 def plain_tensors(path: str) -> Tensors:
-    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for.
-
-    UserError that names the method for a form that is not read, and for such weights without a scale.
-    """
+    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for. UserError that names the
+    method for a form that is not read, and for such weights without a scale."""
     try:
         return dequantized(raw_tensors(path), layouts.read_config(path))
     except UserError as error:
@@ -179,10 +177,8 @@ def _unpickle(file: Path) -> Tensors:
 
 
 def read_checkpoint(path: str) -> DraftCheckpoint:
-    """The heads in the folder `path`; MTP layers keep the names in their files.
-
-    UserError when it is damaged or of no supported family.
-    """
+    """The heads in the folder `path`; MTP layers keep the names in their files. UserError when it is damaged or of no
+    supported family."""
     config, tensors = layouts.read_config(path), plain_tensors(path)
     config.pop("quantization_config", None)  # of what was read, none is quantised any more
     family = detect_family(tensors)
@@ -191,7 +187,9 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
     layout = LAYOUTS[family]
     if layout.foreign:
         named = {layout.name(name, layout.foreign): value for name, value in tensors.items()}
-        tensors = {k: v for k, v in named.items() if not any(part in k for part in layouts.UNREAD)}
+        # Buffers that can be computed, and copies that only a loss reads.
+        unread = ("rotary_emb.", "verifier_")
+        tensors = {k: v for k, v in named.items() if not any(part in k for part in unread)}
     try:
         return _with_read_layers(layout, *layout.read(config, tensors))
     except UserError as error:
@@ -204,20 +202,18 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
 
 
 def _with_read_layers(layout: Layout, config: HeadConfig, tensors: Tensors) -> DraftCheckpoint:
-    """The checkpoint with as many layer ids as `fc` reads states.
-
-    Speculators also lists the target's last layer, whose state the loss alone reads. UserError for any other number.
-    """
+    """The checkpoint with as many layer ids as `fc` reads states. Speculators also lists the target's last layer, whose
+    state the loss alone reads. UserError for any other number."""
     if layout.default_layers is None:
         return DraftCheckpoint(layout.family, config, tensors)
-    ids = list(config.get("eagle_aux_hidden_state_layer_ids") or ())
+    ids = list(config.get(layouts.AUX_LAYERS) or ())
     columns, width = tensors["fc.weight"].shape[1], config["target_hidden_size"]
     states, rest = divmod(columns, width)
     if ids and rest == 0 and len(ids) == states + 1 and ids[-1] == max(ids):
         surplus = ids.pop()
         kept = {k: v for k, v in config.items() if k not in layouts.AUX_LAYER_FIELDS}
         fields = layouts.aux_layer_fields(ids) if layout.default_layers else {}
-        fields["eagle_aux_hidden_state_layer_ids"] = ids
+        fields[layouts.AUX_LAYERS] = ids
         return DraftCheckpoint(layout.family, HeadConfig(kept | fields), tensors, surplus)
     count = len(ids) or layout.default_layers
     if not count:

@@ -21,19 +21,13 @@ WEIGHTS_FILE = "model.safetensors"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 VOCAB_MAPS = ("d2t", "t2d")
 """Tensors that map a reduced vocabulary to the target's: offsets of draft ids [Vd], and a mask [V]."""
-AUX_LAYER_FIELDS = (
-    "eagle_aux_hidden_state_layer_ids",
-    "num_aux_hidden_states",
-    "eagle_config",
-)
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYER_FIELDS = (AUX_LAYERS, "num_aux_hidden_states", "eagle_config")
 """The fields of config.json that `aux_layer_fields` writes."""
-UNREAD = ("rotary_emb.", "verifier_")
-"""Parts of names of tensors that no draft needs: buffers that can be computed, and copies that only a loss reads."""
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
-Names = tuple[tuple[str, str], ...]
-"""(pattern of a name, the name in our modules)."""
+Names = tuple[tuple[str, str], ...]  # (pattern of a name, the name in our modules)
 
 
 class HeadConfig(dict[str, Any]):
@@ -55,8 +49,7 @@ class HeadConfig(dict[str, Any]):
         return int(self.value("head_dim", self["hidden_size"] // self["num_attention_heads"]))
 
 
-ReadFiles = tuple[HeadConfig, Tensors]
-"""config.json and tensors by the names of our modules."""
+ReadFiles = tuple[HeadConfig, Tensors]  # config.json and tensors by the names of our modules
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,8 @@ class Layout:
     """Every tensor that config.json implies; {} if it lacks a size. None: no shape is known without the target."""
     shared: Callable[[HeadConfig], set[str]] = lambda config: set()
     """Those of them that are taken from the target where the files lack them."""
-    aliases: Names = ()
-    """Other names of tensors that engines read."""
-    foreign: Names = ()
-    """Other names that are read here alone."""
+    aliases: Names = ()  # other names of tensors that engines read
+    foreign: Names = ()  # other names that are read here alone
     default_layers: int | None = None
     """Layers of the target whose states are read where config.json names none; 0: it has to; None: it reads none."""
 
@@ -107,7 +98,6 @@ def llama_layer(config: HeadConfig, width: int) -> Shapes:
 
 
 def reduced_vocabulary(config: HeadConfig) -> Shapes:
-    """The maps of a draft that has fewer tokens than its target."""
     size, vocab = config.value("draft_vocab_size", config["vocab_size"]), config["vocab_size"]
     return {} if size == vocab else {"d2t": (size,), "t2d": (vocab,)}
 
@@ -120,24 +110,17 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
     if not layers:
         return {}
     # Engines read the first (states entering a layer) or `eagle_config` (states leaving one).
-    fields: dict[str, Any] = {
-        "eagle_aux_hidden_state_layer_ids": list(layers),
-        "num_aux_hidden_states": len(layers),
-    }
+    fields: dict[str, Any] = {AUX_LAYERS: list(layers), "num_aux_hidden_states": len(layers)}
     if min(layers) > 0:  # the embedding is no layer's output: SGLang has no id for it
-        fields["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
-            "use_aux_hidden_state": True,
-        }
+        outputs = list(capture_to_output(layers))
+        fields["eagle_config"] = {AUX_LAYERS: outputs, "use_aux_hidden_state": True}
     return fields
 
 
 def default_aux_layers(count: int) -> tuple[int, int, int]:
-    """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids.
-
-    Capture id i is the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper.
-    UserError for a target with fewer than 7 layers.
-    """
+    """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids. Capture id i is
+    the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper. UserError for a target with
+    fewer than 7 layers."""
     low, middle, high = 2, count // 2, count - 3
     if not low < middle < high:
         raise UserError(
@@ -148,20 +131,15 @@ def default_aux_layers(count: int) -> tuple[int, int, int]:
 
 
 def capture_to_output(ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids of the same states by the layer that outputs them, as used by SGLang, SpecForge and TensorRT-LLM.
-
-    UserError for id 0, the embedding.
-    """
+    """Ids of the same states by the layer that outputs them, as used by SGLang, SpecForge and TensorRT-LLM. UserError
+    for id 0, the embedding."""
     if any(i < 1 for i in ids):
         raise UserError(f"capture ids {list(ids)}: only those from 1 on are outputs of a layer")
     return tuple(i - 1 for i in ids)
 
 
 def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
-    """Ids of the same states by the layer that they enter, the inverse of `capture_to_output`.
-
-    UserError for negative ids.
-    """
+    """The inverse of `capture_to_output`. UserError for negative ids."""
     if any(i < 0 for i in ids):
         raise UserError(f"layers {list(ids)}: count them from 0, never from the end")
     return tuple(i + 1 for i in ids)
@@ -177,10 +155,8 @@ def save_heads(
     dtype: torch.dtype,
     ids: torch.Tensor | None,
 ) -> None:
-    """Writes config.json and model.safetensors of `net` in `dtype`.
-
-    `ids` [Vd] are the target's ids of a reduced vocabulary (None: the whole one), which is written as d2t and t2d.
-    """
+    """Writes config.json and model.safetensors of `net` in `dtype`. `ids` [Vd] are the target's ids of a reduced
+    vocabulary (None: the whole one), which is written as d2t and t2d."""
     name = str(dtype).removeprefix("torch.")
     tensors = {key: value.detach().to("cpu", dtype) for key, value in net.state_dict().items()}
     if EAGLE3_ARCHITECTURE in config["architectures"]:
@@ -193,15 +169,13 @@ def save_heads(
 
 def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of EAGLE-3 with its authors' name `midlayer.` for `layers.0.`, which all versions of all engines read.
-
-    Older versions of SGLang silently drop tensors named `layers.0.`.
-    """
+    Older versions of SGLang silently drop tensors named `layers.0.`."""
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 
 
 def write_checkpoint(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
     file: str = WEIGHTS_FILE,
 ) -> None:
@@ -221,7 +195,7 @@ def read_config(path: str) -> HeadConfig:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
 
 
-def check_config(path: str, config: HeadConfig, wanted: Mapping[str, Any]) -> None:
+def check_config(path: str, config: HeadConfig, wanted: Mapping[str, object]) -> None:
     """UserError that names the first setting of `config` that is not as `wanted` for the target."""
     for key, value in wanted.items():
         if config.get(key) != value:
@@ -241,11 +215,10 @@ def check_family(path: str, found: str, wanted: str) -> None:
 def draft_to_target_ids(
     path: str, config: HeadConfig, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary.
-
-    UserError when the map is missing, damaged or contradicts itself.
-    """
-    if config["draft_vocab_size"] == config["vocab_size"]:
+    """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary. UserError
+    when the map is missing, damaged or contradicts itself."""
+    size, whole = config["draft_vocab_size"], config["vocab_size"]
+    if size == whole:
         maps = {name: tensors[name] for name in VOCAB_MAPS if name in tensors}
         if maps.get("d2t", torch.zeros(1)).any() or not maps.get("t2d", torch.ones(1)).all():
             raise UserError(
@@ -255,11 +228,9 @@ def draft_to_target_ids(
         return None
     if "d2t" not in tensors:
         raise UserError(
-            f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
-            "maps them: save it again"
+            f"draft {path!r} has {size} of {whole} ids and no d2t that maps them: save it again"
         )
-    size = config["draft_vocab_size"]
-    ids = ids_from_d2t(tensors["d2t"], config["vocab_size"])
+    ids = ids_from_d2t(tensors["d2t"], whole)
     if "t2d" in tensors and not torch.equal(ids, tensors["t2d"].nonzero()[:, 0]):
         raise UserError(
             f"draft {path!r}: d2t and t2d name different tokens: download or save the checkpoint again"
@@ -299,25 +270,23 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 
 
 def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Loads every parameter of `net` from the draft at `path`.
-
-    UserError for a tensor that is missing, unknown, of another shape or not finite. Parameters are set to NaN first,
-    so that none can keep its random initialisation unnoticed.
-    """
+    """Loads every parameter of `net` from the draft at `path`. UserError for a tensor that is missing, unknown, of
+    another shape or not finite. Parameters are set to NaN first, so that none can keep its random initialisation
+    unnoticed."""
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(float("nan"))
     own = net.state_dict()
-    absent, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    unknown = sorted(tensors.keys() - own.keys())
     wrong = [
         f"{name} is {list(tensors[name].shape)} and not {list(value.shape)}"
         for name, value in own.items()
         if name in tensors and tensors[name].shape != value.shape
     ]
-    if absent or wrong:
-        what = ", ".join(wrong or [f"{name} is missing" for name in absent])
+    wrong = wrong or [f"{name} is missing" for name in sorted(own.keys() - tensors.keys())]
+    if wrong:
         raise UserError(
-            f"draft {path!r} does not fit its config.json ({what:.120}): get its files again"
+            f"draft {path!r} does not fit its config.json ({', '.join(wrong):.120}): get its files again"
         )
     if unknown:
         raise UserError(
@@ -331,22 +300,17 @@ def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch
 
 
 def without_maps(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that are parameters, after `draft_to_target_ids` has read the others."""
     return {name: value for name, value in tensors.items() if name not in VOCAB_MAPS}
 
 
 def take_copy(
     path: str, tensors: dict[str, torch.Tensor], name: str, own: torch.Tensor, what: str
 ) -> None:
-    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`.
-
-    UserError if it is another: the draft was trained with it, and it would not be read.
-    """
+    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`. UserError if it is
+    another: the draft was trained with it, and it would not be read."""
     found = tensors.pop(name, None)
-    plain = type(own) in (
-        torch.Tensor,
-        torch.nn.Parameter,
-    )  # not in eight bits, nor split over devices
+    # Not in eight bits, nor split over devices.
+    plain = type(own) in (torch.Tensor, torch.nn.Parameter)
     if found is not None and plain and not equal_values(found, own):
         raise UserError(
             f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
@@ -356,7 +320,5 @@ def take_copy(
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two matrices hold equal values, after rounding to the narrower of their dtypes."""
-    if a.shape != b.shape:
-        return False
     b, narrow = b.detach().cpu(), min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(a.to(narrow), b.to(narrow)) or torch.equal(a.float(), b.float())

@@ -48,25 +48,24 @@ def encode_prompts(
     """`encode_prompt` of each, in one call of the tokenizer, which is faster. UserError if one of them has a fault."""
     if len(prompts) == 0:
         return []
-    for prompt, offered in zip(prompts, tools, strict=True):
+    arguments = arguments or [None] * len(prompts)
+    texts: list[str] = []
+    for prompt, offered, own in zip(prompts, tools, arguments, strict=True):
         check_characters([prompt, offered], "the prompt")
-    if tokenizer.chat_template is None:
-        if any(tools) or not all(isinstance(prompt, str) for prompt in prompts):
-            what = "has tools" if any(tools) else "is a chat"
+        if tokenizer.chat_template is not None:
+            chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            texts.append(
+                apply_template(tokenizer, chat, own, tools=offered, add_generation_prompt=True)
+            )
+        elif isinstance(prompt, str) and not offered:
+            texts.append(prompt)
+        else:
             raise UserError(
-                f"the prompt {what}, but the target's tokenizer has no chat template: use an instruction-tuned "
-                "target or plain text prompts"
+                f"the prompt {'has tools' if offered else 'is a chat'}, but the target's tokenizer has no chat "
+                "template: use an instruction-tuned target or plain text prompts"
             )
-        encoded = tokenizer(list(prompts))["input_ids"]
-    else:
-        chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-        texts = [
-            apply_template(tokenizer, chat, own, tools=offered, add_generation_prompt=True)
-            for chat, offered, own in zip(
-                chats, tools, arguments or [None] * len(chats), strict=True
-            )
-        ]
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    options = {} if tokenizer.chat_template is None else {"add_special_tokens": False}
+    encoded = tokenizer(texts, **options)["input_ids"]
     return [_with_one_bos(ids, tokenizer.bos_token_id) for ids in encoded]
 
 
@@ -90,25 +89,24 @@ def apply_template(
     and its JSON for others: where a template would refuse the form that they have, or encode a JSON text once more, it
     gets the other form. A tool call without content gets an empty one where the template needs it.
     """
-    text = template_text(tokenizer, options.get("tools"))
-    given = arguments or {}
-    render = partial(tokenizer.apply_chat_template, chat_template=text, tokenize=False, **given)
-    if not _shows_texts(str(text), render):
-        messages = [_as_parts(message) for message in messages]
-    if any(message.get("tool_calls") for message in messages):
-        forms = _find_call_forms(str(text), render)
-        messages = [_fit_calls(message, forms) for message in messages]
+    template, given = template_text(tokenizer, options.get("tools")), arguments or {}
+    render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False, **given)
+    text = str(template)
+    if (text, *given) not in FORMS:
+        FORMS[text, *given] = _find_forms(render)
+    forms = FORMS[text, *given]
+    messages = [_fit(message, forms) for message in messages]
     try:
         rendered: str = render(messages, **options)
     except Exception as error:  # the template is a program that came with the model
-        missing = undefined_argument(str(text), error)
+        missing = undefined_argument(text, error)
         if missing:
             raise missing_argument_error(missing) from error
         raise UserError(
             f"the target's chat template refuses its messages ({one_line(error)}): change or remove it"
         ) from error
     # Jinja prints what is undefined as nothing: a value shows whether this chat's text would hold it.
-    for name in sorted(arguments_to_give(str(text), given)):
+    for name in sorted(arguments_to_give(text, given)):
         if name in tokenizer.special_tokens_map:
             continue
         shown = ""
@@ -119,85 +117,70 @@ def apply_template(
     return rendered
 
 
-PROBE = "probe"
-SHOWS_TEXTS: dict[str, bool] = {}
-"""By chat template: what `_shows_texts` has found."""
-
-
-def _shows_texts(template: str, render: Callable[..., str]) -> bool:
-    """Whether the template writes contents that are texts; True if it writes no list of parts either."""
-
-    def shows(content: Any) -> bool:
-        try:
-            return PROBE in render([{"role": "user", "content": content}])
-        except Exception:  # the template is a program; what it refuses is told where it is asked to
-            return False
-
-    if template not in SHOWS_TEXTS:
-        parts = [{"type": "text", "text": PROBE}]
-        SHOWS_TEXTS[template] = shows(PROBE) or not shows(parts)
-    return SHOWS_TEXTS[template]
-
-
-def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a content that is a text as a list of one part."""
-    if not isinstance(message.get("content"), str):
-        return message
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
-
-
 @dataclass(frozen=True)
-class CallForms:
-    """How a chat template takes the tool calls of a message, found by rendering each form."""
+class MessageForms:
+    """How a chat template takes what messages hold, found by rendering each form."""
 
+    parts: bool
+    """It writes contents that are lists of parts, and leaves out texts."""
     objects: bool
-    """It writes arguments that are objects."""
+    """It writes arguments of tool calls that are objects."""
     texts: bool
     """It writes arguments that are JSON texts, and does not encode them again."""
     content: bool
     """It writes the calls of a message only if that has a content."""
 
 
-CALL_FORMS: dict[str, CallForms] = {}
-"""By chat template: what `_find_call_forms` has found."""
-PROBE_CALL, PROBE_ARGUMENT = "zq_call", "zq_argument"
+FORMS: dict[tuple[str, ...], MessageForms] = {}
+"""{(chat template, names of a chat's own arguments of it): what `_find_forms` has found}."""
+PROBE, PROBE_CALL, PROBE_ARGUMENT = "probe", "zq_call", "zq_argument"
 
 
-def _find_call_forms(template: str, render: Callable[..., str]) -> CallForms:
-    def shown(arguments: Any, **content: str) -> str:
-        function = {"name": PROBE_CALL, "arguments": arguments}
-        call = {"type": "function", "id": "call00001", "function": function}
-        asked = {"role": "user", "content": PROBE}
-        chat = [asked, {"role": "assistant", **content, "tool_calls": [call]}]
+def _find_forms(render: Callable[..., str]) -> MessageForms:
+    def shown(chat: Messages, *marks: str) -> str:
         try:
             text = render(chat)
         except Exception:  # the template is a program; what it refuses is told where it is asked to
             return ""
-        return text if PROBE_CALL in text and PROBE_ARGUMENT in text else ""
+        return text if all(mark in text for mark in marks) else ""
 
-    if template not in CALL_FORMS:
-        given = {PROBE_ARGUMENT: "zv"}
-        written = json.dumps(given)
-        as_object, as_text = shown(given, content=""), shown(written, content="")
-        encoded_twice = json.dumps(written)[1:-1] in as_text
-        best = given if as_object else written
-        CALL_FORMS[template] = CallForms(
-            objects=bool(as_object),
-            texts=bool(as_text) and not encoded_twice,
-            content=not shown(best) and bool(shown(best, content="")),
-        )
-    return CALL_FORMS[template]
+    def call(arguments: Any, **content: str) -> str:
+        function = {"name": PROBE_CALL, "arguments": arguments}
+        calls = [{"type": "function", "id": "call00001", "function": function}]
+        chat = [user(as_text), {"role": "assistant", **content, "tool_calls": calls}]
+        return shown(chat, PROBE_CALL, PROBE_ARGUMENT)
+
+    def user(content: Any) -> dict[str, Any]:
+        return {"role": "user", "content": content}
+
+    parts = [{"type": "text", "text": PROBE}]
+    needs_parts = not shown([user(PROBE)], PROBE) and bool(shown([user(parts)], PROBE))
+    as_text: Any = parts if needs_parts else PROBE
+    given = {PROBE_ARGUMENT: "zv"}
+    written = json.dumps(given)
+    as_object, as_json = call(given, content=""), call(written, content="")
+    best = given if as_object else written
+    encoded_twice = json.dumps(written)[1:-1] in as_json
+    return MessageForms(
+        parts=needs_parts,
+        objects=bool(as_object),
+        texts=bool(as_json) and not encoded_twice,
+        content=not call(best) and bool(call(best, content="")),
+    )
 
 
-def _fit_calls(message: dict[str, Any], forms: CallForms) -> dict[str, Any]:
-    """The message with its tool calls as the template takes them; what the template takes stays as it is."""
-    if not message.get("tool_calls"):
+def _fit(message: dict[str, Any], forms: MessageForms) -> dict[str, Any]:
+    """The message as the template takes it; what the template takes already stays as it is."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if forms.parts and isinstance(content, str):
+        message = message | {"content": [{"type": "text", "text": content}]}
+    if not calls:
         return message
-    empty = {"content": ""} if forms.content and message.get("content") is None else {}
-    return message | empty | {"tool_calls": [_fit_call(c, forms) for c in message["tool_calls"]]}
+    empty = {"content": ""} if forms.content and content is None else {}
+    return message | empty | {"tool_calls": [_fit_call(call, forms) for call in calls]}
 
 
-def _fit_call(call: Any, forms: CallForms) -> Any:
+def _fit_call(call: Any, forms: MessageForms) -> Any:
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):

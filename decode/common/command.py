@@ -24,11 +24,8 @@ from decode.common.settings import parse_settings
 
 T = TypeVar("T")
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The variable of torchrun that names the file in which a process leaves its error. The files of the processes that it
-started on this machine lie in folders side by side."""
 REPORTED = "reported-"
-"""What the names of empty files beside those folders begin with, one for each error that was printed."""
+"""What the names of empty files begin with, one for each error that was printed."""
 
 
 class Terminated(BaseException):
@@ -51,8 +48,7 @@ def run_command(
     words = list(sys.argv[1:] if argv is None else argv)
     names = first.split()
     given = list(takewhile(lambda word: not word.startswith("-"), words))[: len(names)]
-    flagged = [x for name, word in zip(names, given, strict=False) for x in (f"--{name}", word)]
-    words = [*flagged, *words[len(given) :]]
+    words[: len(given)] = [f"--{name}={word}" for name, word in zip(names, given, strict=False)]
     try:
         with stop_signals():
             main(parse_settings(settings, about or "", words))
@@ -123,7 +119,6 @@ def stop(number: int, saved: str = "") -> NoReturn:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """In the block `handler` is called for SIGINT and SIGTERM."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -150,37 +145,34 @@ def _end(code: int, line: str, error: BaseException) -> NoReturn:
     it.
     """
     notes = "; ".join(getattr(error, "__notes__", []))
-    colon = "; " if code == 2 else ": "
-    line = redact(line + (colon + notes if notes else ""))
-    main = os.environ.get("RANK", "0") == "0"
-    if _is_first_to_report(line) if code == 2 else main and not _has_reported():
+    line = redact(line + (("; " if code == 2 else ": ") + notes if notes else ""))
+    # torchrun names a file in which a process leaves its error; those of one launch lie in folders side by side.
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    file = Path(name) if name else None
+    if code == 2:
+        is_ours = file is None or _is_first_to_report(line, file)
+    else:
+        reported = file is not None and any(file.parent.parent.glob(f"{REPORTED}*"))
+        is_ours = os.environ.get("RANK", "0") == "0" and not reported
+    if is_ours:
         print(line, file=sys.stderr, flush=True)
     _leave_at_once_if_one_of_several(code)
     sys.exit(code)
 
 
-def _is_first_to_report(line: str) -> bool:
-    """Notes the error for torchrun, whose own report then ends with it; whether no other process of this launch and
-    machine has said it before."""
-    name = os.environ.get(ERROR_FILE)
-    if not name:
-        return True
+def _is_first_to_report(line: str, file: Path) -> bool:
+    """Notes the error in `file` for torchrun, whose own report then ends with it; whether no other process of this
+    launch and machine has said it before."""
     stamp = {"py_callstack": line, "timestamp": str(int(time.time()))}
-    said = Path(name).parent.parent / f"{REPORTED}{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    said = f"{REPORTED}{hashlib.sha256(line.encode()).hexdigest()[:16]}"
     try:
-        Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": stamp}}))
-        said.touch(exist_ok=False)
+        file.write_text(json.dumps({"message": {"message": line, "extraInfo": stamp}}))
+        (file.parent.parent / said).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
         pass  # a full disk, or no folder of the launcher: better said by each process than by none
     return True
-
-
-def _has_reported() -> bool:
-    """Whether a process of this launch has ended with an error."""
-    name = os.environ.get(ERROR_FILE)
-    return bool(name) and any(Path(str(name)).parent.parent.glob(f"{REPORTED}*"))
 
 
 def _leave_at_once_if_one_of_several(code: int) -> None:

@@ -6,6 +6,7 @@ draft whose weights were altered decodes with a warning, and is never published.
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -16,11 +17,8 @@ from typing import Any
 
 from decode.common.files import write_atomically
 
-SUFFIX = ".damaged"
-
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -37,7 +35,6 @@ def _sha256_of_state(path: Path, *state: int) -> str:
 
 
 def warn(message: str) -> None:
-    """Prints one line on stderr about something that does not stop the command."""
     sys.stderr.write(f"warning: {message}\n")
 
 
@@ -49,18 +46,14 @@ def warn_once(message: str) -> None:
 
 def free_name(path: Path) -> Path:
     """The name beside `path` for what is damaged: PATH.damaged, or PATH.damaged-2 and so on if it is taken."""
-    name, number = path.with_name(path.name + SUFFIX), 1
-    while name.exists() or name.is_symlink():
-        number += 1
-        name = path.with_name(f"{path.name}{SUFFIX}-{number}")
-    return name
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (path.with_name(f"{path.name}.damaged{ending}") for ending in endings)
+    return next(name for name in names if not (name.exists() or name.is_symlink()))
 
 
 def move_aside(path: Path) -> Path:
     """Renames a damaged file or folder to `free_name` and returns that name."""
-    name = free_name(path)
-    path.rename(name)
-    return name
+    return path.rename(free_name(path))
 
 
 def read_log(
@@ -77,22 +70,21 @@ def read_log(
     data = path.read_bytes()
     lines = data.split(b"\n")[:-1]
     parsed = [_parse_line(line, fields) for line in lines]
-    damaged = [number for number, row in enumerate(parsed, 1) if row is None]
-    if needs_first and damaged[:1] == [1]:
+    first = parsed.index(None) if None in parsed else -1
+    if first == 0 and needs_first:
         parsed = [None] * len(parsed)
-    kept = b"".join(
-        line + b"\n" for line, row in zip(lines, parsed, strict=True) if row is not None
-    )
-    if damaged:
+    kept = [(line, row) for line, row in zip(lines, parsed, strict=True) if row is not None]
+    if first >= 0:
         copy = free_name(path)
         shutil.copyfile(path, copy)
         warn(
-            f"{path}: line {damaged[0]} is damaged, and {parsed.count(None)} of {len(lines)} lines are lost: "
+            f"{path}: line {first + 1} is damaged, and {parsed.count(None)} of {len(lines)} lines are lost: "
             f"{consequence}; the file as it was is kept as {copy.name}"
         )
-    if kept != data:
-        write_atomically(path, kept)
-    return [row for row in parsed if row is not None]
+    whole = b"".join(line + b"\n" for line, _ in kept)
+    if whole != data:
+        write_atomically(path, whole)
+    return [row for _, row in kept]
 
 
 def _parse_line(line: bytes, fields: Mapping[str, type]) -> dict[str, Any] | None:
@@ -100,7 +92,7 @@ def _parse_line(line: bytes, fields: Mapping[str, type]) -> dict[str, Any] | Non
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(row, dict) and all(
-        name in row and isinstance(row[name], kind) for name, kind in fields.items()
+    right = isinstance(row, dict) and all(
+        isinstance(row.get(name), kind) and name in row for name, kind in fields.items()
     )
-    return row if whole else None
+    return row if right else None

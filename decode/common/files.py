@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,9 +128,9 @@ def read_json_object(
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} is not {what}: it holds {_shape(value)}")
-    missing = [key for key in (*keys, *lists) if key not in value]
-    if missing:
-        raise UserError(f"{path} is not {what}: it has no {missing[0]!r}")
+    missing = next((key for key in (*keys, *lists) if key not in value), None)
+    if missing is not None:
+        raise UserError(f"{path} is not {what}: it has no {missing!r}")
     for name in lists:
         if not isinstance(value[name], list) or not all(isinstance(x, dict) for x in value[name]):
             raise UserError(f"{path} is not {what}: {name!r} is no list of objects")
@@ -138,16 +138,12 @@ def read_json_object(
 
 
 def parse_jsonl(text: str, path: str | Path) -> Iterator[tuple[str, Any]]:
-    """`parse_json_lines` of a text. Lines end at line feeds only: JSON strings may hold others, such as U+2028."""
-    return parse_json_lines(text.split("\n"), path)
-
-
-def parse_json_lines(lines: Iterable[str], path: str | Path) -> Iterator[tuple[str, Any]]:
     """("path:line", value) for each line that is not blank. UserError names path and line if it is not JSON."""
-    for number, line in enumerate(lines, start=1):
+    # Lines end at line feeds only: JSON strings may hold others, such as U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip() != "":
             where = f"{path}:{number}"
-            yield where, parse_json(line.rstrip("\n"), where, "write one JSON value per line")
+            yield where, parse_json(line, where, "write one JSON value per line")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -228,9 +224,7 @@ def check_characters(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         code = f"\\u{ord(error.object[error.start]):04x}"
         raise UserError(f"{where} has {code}, half of a surrogate pair: replace it") from error
-    except (
-        ValueError
-    ) as error:  # a hexadecimal number: only writing it in decimal digits is limited
+    except ValueError as error:  # a hexadecimal number: only its decimal digits are limited
         raise _too_long_number(where) from error
 
 
@@ -242,15 +236,12 @@ def _measure_node(
     if id(node) in known:
         measured = known[id(node)]
         if measured is None:
-            raise UserError(
-                f"{name}:{node.start_mark.line + 1}: an alias contains itself: remove it"
-            )
+            where = f"{name}:{node.start_mark.line + 1}"
+            raise UserError(f"{where}: an alias contains itself: remove it")
         return measured
     known[id(node)] = None
-    inner: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        inner = node.value
-    elif isinstance(node, yaml.MappingNode):
+    inner: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
         inner = [child for pair in node.value for child in pair]
         keys: set[str] = set()
         for key, _ in node.value:

@@ -39,12 +39,11 @@ class Request:
         # `setdefault` is atomic: of two threads one gets it.
         if USERS.setdefault(id(thing), self) is not self:
             gc.collect()  # an abandoned generator in a cycle of references still holds what it used
-        if USERS.setdefault(id(thing), self) is not self:
-            raise refusal(name)
+            if USERS.setdefault(id(thing), self) is not self:
+                raise refusal(name)
         self.claimed.append(thing)
 
     def release(self) -> None:
-        """Lets others use what was claimed."""
         for thing in self.claimed:
             USERS.pop(id(thing), None)
         self.claimed.clear()

@@ -16,9 +16,8 @@ class Journal:
     """An append-only file of {key, value} lines. A key is a list of plain values; a value is anything JSON holds.
 
     Every line is flushed whole, so a run that is killed loses only the measurement in progress. Damaged lines are
-    dropped with a warning (`damage.read_log`) and measured again. The first line names the machine, since a report must
-    not mix two; if it is damaged, everything is measured again. UserError for a journal of another machine or of an
-    earlier version.
+    dropped with a warning and measured again. The first line names the machine, since a report must not mix two; if it
+    is damaged, everything is measured again. UserError for a journal of another machine or of an earlier version.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any]):
@@ -46,7 +45,6 @@ class Journal:
         return max(0, len(self._values) - 1)
 
     def get(self, key: list[Any]) -> Any:
-        """The value of `key`, None if it was not measured yet."""
         return self._values.get(json.dumps(key))
 
     def put(self, key: list[Any], value: Any) -> None:

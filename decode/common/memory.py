@@ -4,10 +4,6 @@ import ctypes
 import functools
 import platform
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-"""Parameters of glibc's mallopt."""
-TOP_PAD = 1 << 26
-
 
 @functools.cache
 def keep_freed_memory() -> None:
@@ -20,6 +16,6 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)  # no block has a mapping of its own
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # free memory at the end of the heap stays
-    libc.mallopt(M_TOP_PAD, TOP_PAD)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
+    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: free memory at the end of the heap stays
+    libc.mallopt(-2, 1 << 26)  # M_TOP_PAD: the heap grows by 64 MiB at least

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -21,85 +21,32 @@ LINE_SECONDS = 30.0
 
 
 def progress_bars(
-    console: Console | None = None,
-    fields: Sequence[str] = (),
-    disable: bool = False,
-    line_seconds: float = LINE_SECONDS,
+    console: Console | None = None, fields: Sequence[str] = (), disable: bool = False
 ) -> "ProgressBars":
     """A context manager that shows tasks on `console` (default: stderr): bars in a terminal, otherwise lines of a log.
 
-    `fields` name keywords of add_task and update that are shown beside a task, such as loss and speed. In a log a task
-    has at most one line in `line_seconds`. With `disable` nothing is shown.
+    `fields` name keywords of add_task and update that are shown beside a task, such as loss and speed. With `disable`
+    nothing is shown.
     """
     console = Console(stderr=True) if console is None else console
     if not console.is_terminal:
-        return ProgressLog(fields, disable, line_seconds)
+        return ProgressLog(fields, disable)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     extra = [TextColumn("{task.fields[" + name + "]}") for name in fields]
     return Progress(*columns, *extra, TimeRemainingColumn(), console=console, disable=disable)
 
 
-class ProgressLog:
-    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every `line_seconds` for each task, and a last one.
-
-    It has those methods of rich's Progress that this project calls (add_task, advance, update), so that one can stand
-    for the other.
-    """
-
-    def __init__(
-        self, fields: Sequence[str] = (), disable: bool = False, line_seconds: float = LINE_SECONDS
-    ):
-        self.fields, self.disable, self.line_seconds = fields, disable, line_seconds
-        self.tasks: list[LoggedTask] = []
-
-    def __enter__(self) -> "ProgressLog":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for task in self.tasks:
-            if task.completed != task.printed:
-                self._print(task)
-
-    def add_task(
-        self, description: str, total: float | None = None, completed: float = 0, **fields: Any
-    ) -> TaskID:
-        """The number of a new task, of which `completed` of `total` units (None: unknown) are done already."""
-        self.tasks.append(LoggedTask(description, total, completed, fields))
-        return TaskID(len(self.tasks) - 1)
-
-    def advance(self, task: TaskID, steps: float = 1) -> None:
-        """Adds `steps` to the units of `task` that are done."""
-        self.update(task, completed=self.tasks[task].completed + steps)
-
-    def update(self, task: TaskID, completed: float | None = None, **fields: Any) -> None:
-        """Sets the units of `task` that are done, and values of the fields shown beside it."""
-        logged = self.tasks[task]
-        logged.fields |= fields
-        if completed is not None:
-            logged.completed = completed
-        if time.monotonic() - logged.printed_at >= self.line_seconds:
-            self._print(logged)
-
-    def _print(self, task: "LoggedTask") -> None:
-        task.printed_at, task.printed = time.monotonic(), task.completed
-        if not self.disable:
-            sys.stderr.write(task.line(self.fields) + "\n")
-            sys.stderr.flush()
-
-
+@dataclass
 class LoggedTask:
     """The state of one task of a ProgressLog."""
 
-    def __init__(
-        self, description: str, total: float | None, completed: float, fields: dict[str, Any]
-    ):
-        self.description, self.total, self.fields = description, total, fields
-        self.completed = self.initial = self.printed = completed
+    description: str
+    total: float | None
+    completed: float
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.initial = self.printed = self.completed
         self.started_at = self.printed_at = time.monotonic()
 
     def line(self, field_names: Sequence[str]) -> str:
@@ -114,8 +61,50 @@ class LoggedTask:
         return ", ".join(parts)
 
 
+class ProgressLog:
+    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every LINE_SECONDS for each task, and a last one.
+
+    It has those methods of rich's Progress that this project calls, so that one can stand for the other.
+    """
+
+    def __init__(self, fields: Sequence[str] = (), disable: bool = False):
+        self.fields, self.disable = fields, disable
+        self.tasks: list[LoggedTask] = []
+
+    def __enter__(self) -> "ProgressLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for task in self.tasks:
+            if task.completed != task.printed:
+                self._print(task)
+
+    def add_task(
+        self, description: str, total: float | None = None, completed: float = 0, **fields: Any
+    ) -> TaskID:
+        """The number of a new task, of which `completed` of `total` units (None: unknown) are done already."""
+        self.tasks.append(LoggedTask(description, total, completed, fields))
+        return TaskID(len(self.tasks) - 1)
+
+    def advance(self, task: TaskID, steps: float = 1) -> None:
+        self.update(task, completed=self.tasks[task].completed + steps)
+
+    def update(self, task: TaskID, completed: float | None = None, **fields: Any) -> None:
+        logged = self.tasks[task]
+        logged.fields |= fields
+        if completed is not None:
+            logged.completed = completed
+        if time.monotonic() - logged.printed_at >= LINE_SECONDS:
+            self._print(logged)
+
+    def _print(self, task: LoggedTask) -> None:
+        task.printed_at, task.printed = time.monotonic(), task.completed
+        if not self.disable:
+            sys.stderr.write(task.line(self.fields) + "\n")
+            sys.stderr.flush()
+
+
 ProgressBars = Progress | ProgressLog
-"""What `progress_bars` returns."""
 
 
 def duration(seconds: float) -> str:

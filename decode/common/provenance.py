@@ -35,33 +35,28 @@ class Provenance:
 def hardware() -> Hardware:
     import torch  # slow to import, and commands say their --help without it
 
-    cuda = torch.cuda.is_available()
-    return Hardware(
-        torch.cuda.get_device_name() if cuda else _cpu_name(),
-        torch.cuda.device_count() if cuda else 0,
-        torch.get_num_threads(),
-        platform.machine(),
-    )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = torch.cuda.get_device_name() if gpus else _cpu_name()
+    return Hardware(name, gpus, torch.get_num_threads(), platform.machine())
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
     names = ("torch", "transformers", "accelerate", "datasets")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def git_sha() -> str | None:
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
     try:
-        return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
+        sha, changes = (
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
+    return sha + ("+dirty" if changes else "")
 
 
 def collect() -> Provenance:
@@ -70,8 +65,6 @@ def collect() -> Provenance:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

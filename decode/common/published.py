@@ -42,15 +42,18 @@ class Kind:
     publish: Callable[[Any, Known], Any]
 
 
-def matched(pattern: str, what: str) -> Kind:
-    """A text of the whole pattern."""
-
-    def publish(value: Any, known: Known) -> str:
-        if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+def checked(fits: Callable[[Any], object], what: str) -> Kind:
+    def publish(value: Any, known: Known) -> Any:
+        if not fits(value):
             raise WrongTypeError(what)
         return value
 
     return Kind(publish)
+
+
+def matched(pattern: str, what: str) -> Kind:
+    """A text of the whole pattern."""
+    return checked(lambda value: isinstance(value, str) and re.fullmatch(pattern, value), what)
 
 
 NAME = matched(SHORT_NAME, "a name of at most 80 letters, digits and spaces")
@@ -60,26 +63,13 @@ VERSION = matched(r"\d{1,4}(?:[.+-]?[a-z0-9]{1,12}){0,8}", "a version")
 SETTING = matched(rf"(?:E = \d{{1,4}}, )?(?:K = \d{{1,4}}|{TREE})", "a draft length or tree")
 
 
-def publish_number(value: Any, known: Known) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise WrongTypeError("a number")
-    return value
-
-
-def publish_flag(value: Any, known: Known) -> bool:
-    if not isinstance(value, bool):
-        raise WrongTypeError("true or false")
-    return value
+FLAG = checked(lambda value: isinstance(value, bool), "true or false")
+NUMBER = checked(lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
 
 
 def publish_option(value: Any, known: Known) -> Any:
-    if isinstance(value, bool):
-        return value
-    kind = WORD if isinstance(value, str) else NUMBER
+    kind = {bool: FLAG, str: WORD}.get(type(value), NUMBER)
     return kind.publish(value, known)
-
-
-NUMBER, FLAG = Kind(publish_number), Kind(publish_flag)
 
 
 def publish_digest(value: Any, known: Known) -> str:
@@ -127,32 +117,25 @@ def publish_argument(value: Any, known: Known) -> Any:
     return value if plain or isinstance(value, bool | int | float) else WITHHELD
 
 
-Name = Annotated[str, NAME]
-"""A short name that somebody chose, of a method, a task or a device."""
-Word = Annotated[str, WORD]
-"""A word of this program: a loss, a rule, a family."""
+Name = Annotated[str, NAME]  # A short name that somebody chose, of a method, a task or a device
+Word = Annotated[str, WORD]  # A word of this program: a loss, a rule, a family
 Version = Annotated[str, VERSION]
-Setting = Annotated[str, SETTING]
-"""A draft length or tree as tables show it."""
+Setting = Annotated[str, SETTING]  # A draft length or tree as tables show it
 Place = Annotated[str, Kind(publish_place)]
 Digest = Annotated[str, Kind(publish_digest)]
-Revision = Annotated[str, Kind(publish_revision)]
-"""A branch, a tag, or a commit as a Digest."""
+Revision = Annotated[str, Kind(publish_revision)]  # A branch, a tag, or a commit as a Digest
 ServedName = Annotated[str, Kind(publish_served_name)]
 """A server's name for a model; published if it is a Place."""
-PromptId = Annotated[str, Kind(publish_prompt_id)]
-"""Published as its hash if it is no Name."""
+PromptId = Annotated[str, Kind(publish_prompt_id)]  # published as its hash if it is no Name
 Sentence = Annotated[str, Kind(publish_sentence)]
 """A sentence of this program; published if it has no path, link or address."""
 Withheld = Annotated[str, Kind(lambda value, known: WITHHELD)]
 """A text of other software, such as an error: published is only that there was one."""
 Argument = Annotated[Any, Kind(publish_argument)]
 """An argument of a chat template; of others than numbers and short texts only that there was one is published."""
-Option = Annotated[Any, Kind(publish_option)]
-"""A number, true or false, or a word."""
+Option = Annotated[Any, Kind(publish_option)]  # A number, true or false, or a word
 PRIVATE = object()
-Private = Annotated[T, PRIVATE]
-"""A field that is not published."""
+Private = Annotated[T, PRIVATE]  # A field that is not published
 
 
 def published(value: Any, kind: Any, where: str, known: Known = ()) -> Any:

@@ -81,6 +81,7 @@ def open_run(
     other settings without one of the two, and for --overwrite where the folder holds a foreign file or an input.
     """
     path = Path(settings.out)
+    run_file = path / RUN_FILE
     check_folder(path)
     if settings.overwrite and vars(settings).get("resume"):
         raise UserError(
@@ -91,20 +92,17 @@ def open_run(
     with lock.hold(path / lock.LOCK_FILE, settings.out):
         _move_back(path)
         check_command(path, settings, command)
-        resumes = False
-        if (path / RUN_FILE).is_file():
-            if settings.overwrite:
-                check_inputs_outside(path, reads)
-                check_no_foreign_file(path, writes, command)
-            else:
-                _check_same_settings(path, settings)
-                resumes = True
         text = f"{HEADER}{command}\n{to_yaml(settings)}"
-        earlier, before = (path / RUN_FILE).read_bytes() if resumes else b"", _times(path)
-        if settings.overwrite and not resumes and (path / RUN_FILE).is_file():
-            _move_aside(path, text)
+        earlier, before = run_file.read_bytes() if run_file.is_file() else None, _times(path)
+        resumes = earlier is not None and not settings.overwrite
+        if resumes:
+            _check_same_settings(run_file, settings)
+        if resumes or earlier is None:
+            files.write_atomically(run_file, text)
         else:
-            files.write_atomically(path / RUN_FILE, text)
+            check_inputs_outside(path, reads)
+            check_no_foreign_file(path, writes, command)
+            _move_aside(path, text)
         try:
             yield RunFolder(path, resumes)
         except BaseException as error:
@@ -114,7 +112,7 @@ def open_run(
                     f"what is finished is kept in {path}, and the same command{without} goes on"
                 )
             if resumes and _times(path) == before:  # refused before it did anything
-                files.write_atomically(path / RUN_FILE, earlier)
+                files.write_atomically(run_file, earlier or b"")
             if (path / PREVIOUS_RUN).exists():
                 error.add_note(f"the earlier run lies in {path / PREVIOUS_RUN}")
             raise
@@ -162,20 +160,18 @@ def replace_folder(out: Path) -> Iterator[Path]:
 
 def _times(folder: Path) -> dict[str, int]:
     """{path: time of its last change} of the files in the folder, without those of this module."""
-    found = ((path.relative_to(folder), path) for path in folder.rglob("*") if path.is_file())
-    return {
-        str(name): path.stat().st_mtime_ns for name, path in found if str(name) not in OWN_NAMES
-    }
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.stat().st_mtime_ns for name, path in found.items() if name not in OWN_NAMES}
 
 
 def check_folder(path: Path) -> None:
     """UserError if `path` is a file or a broken link, where a folder is to be made."""
-    if path.is_symlink() and not path.exists():
-        raise UserError(
-            f"{path} is a link to a folder that does not exist: mend it or name another with --out"
-        )
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file: name a folder with --out")
+    if path.is_dir() or not (path.exists() or path.is_symlink()):
+        return
+    is_what = "is a file: name a folder"
+    if not path.exists():
+        is_what = "is a link to a folder that does not exist: mend it or name another"
+    raise UserError(f"{path} {is_what} with --out")
 
 
 def check_file(path: str, inputs: Sequence[str] = (), flag: str = "--out") -> None:
@@ -183,32 +179,28 @@ def check_file(path: str, inputs: Sequence[str] = (), flag: str = "--out") -> No
 
     `flag` is the setting that names the file.
     """
-    file = Path(path)
     if not path:
         return
-    if file.is_dir():
-        raise UserError(f"{path} is a folder: name a file with {flag}")
+    file = Path(path)
     folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise UserError(f"{path}: {folder} is a file, not a folder: name another file with {flag}")
-    if not os.access(folder, os.W_OK):
-        raise UserError(
-            f"{path}: no permission to write into {folder}: name another file with {flag}"
-        )
-    if any(given and Path(given).resolve() == file.resolve() for given in inputs):
-        raise UserError(f"{path} is read by this command: name another file with {flag}")
+    wrong = (
+        " is a folder: name a file" if file.is_dir()
+        else f": {folder} is a file, not a folder: name another file" if not folder.is_dir()
+        else f": no permission to write into {folder}: name another file" if not os.access(folder, os.W_OK)
+        else " is read by this command: name another file"
+        if any(given and Path(given).resolve() == file.resolve() for given in inputs)
+        else ""
+    )  # fmt: skip
+    if wrong:
+        raise UserError(f"{path}{wrong} with {flag}")
 
 
 def check_inputs_outside(out: Path, inputs: Sequence[str | Path]) -> None:
     """UserError if one of the inputs that exist lies within `out`, or `out` within it: `out` is to be replaced."""
     here = out.resolve()
-    for given in inputs:
+    for given in filter(str, inputs):
         there = Path(given).resolve()
-        if (
-            str(given)
-            and there.exists()
-            and (here == there or here in there.parents or there in here.parents)
-        ):
+        if there.exists() and (there.is_relative_to(here) or here.is_relative_to(there)):
             raise UserError(
                 f"--out {out} and {given}, which this run reads, are one inside the other: name another folder "
                 "with --out"
@@ -220,12 +212,9 @@ def check_no_foreign_file(folder: Path, writes: Sequence[str], command: str) -> 
     for parent, folders, names in os.walk(folder):
         here = Path(parent)
         links = [name for name in folders if (here / name).is_symlink()]
-        if here == folder:
-            folders[:] = [name for name in folders if name not in OWN_NAMES]
-            names = [name for name in names if name not in OWN_NAMES]
-        for name in sorted([*names, *links]):
-            path = (here / name).relative_to(folder)
-            if not any(owns(pattern, path) for pattern in writes):
+        for path in sorted((here / name).relative_to(folder) for name in [*names, *links]):
+            ours = path.parts[0] in OWN_NAMES
+            if not ours and not any(owns(pattern, path) for pattern in writes):
                 raise UserError(
                     f"{folder / path} was not written by {command}, and would be lost: move it away or name another "
                     "folder with --out"
@@ -261,7 +250,7 @@ def check_command(path: Path, settings: Any, command: str) -> None:
 
 def _written_by(run_file: Path, settings: Any, command: str) -> str:
     """The command that wrote run.yaml. Earlier versions did not name it: then its keys decide."""
-    first, *_ = run_file.read_text(encoding="utf-8", errors="replace").split("\n")
+    first = run_file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     if first.startswith(HEADER):
         return first.removeprefix(HEADER).strip()
     try:
@@ -273,29 +262,25 @@ def _written_by(run_file: Path, settings: Any, command: str) -> str:
     return command if 3 * len(found & known) > 2 * len(found | known) else "another command"
 
 
-def _check_same_settings(path: Path, settings: Any) -> None:
-    """UserError if the settings of the earlier run differ and `settings.resume` is not set."""
+def _check_same_settings(run_file: Path, settings: Any) -> None:
+    """UserError if the settings of the earlier run, read under their new names, differ and `settings.resume` is not
+    set."""
     asked = to_dict(settings)
-    differing = _differing_settings(path / RUN_FILE, settings)
-    if differing and not asked.get("resume", False):
-        advice = "--resume true continues it, " if "resume" in asked else ""
-        raise UserError(
-            f"{path} belongs to another run (different: {', '.join(differing)}): {advice}"
-            "--overwrite true replaces it, --out names another folder"
-        )
-
-
-def _differing_settings(run_file: Path, settings: Any) -> list[str]:
-    """Names of the settings whose values in `run_file`, read under their new names, are not those of `settings`."""
     try:
         earlier = files.read_yaml(run_file)
     except UserError:
-        return [f"{run_file.name} is damaged"]
-    earlier = rename_keys(earlier, renamed_settings(type(settings)), str(run_file))
-    drop_foreign(earlier, type(settings))
-    wanted = to_dict(settings)
-    keys = (set(earlier) | set(wanted)) - set(CONTROL_SETTINGS)
-    return sorted(key for key in keys if earlier.get(key) != wanted.get(key))
+        differing = [f"{run_file.name} is damaged"]
+    else:
+        earlier = rename_keys(earlier, renamed_settings(type(settings)), str(run_file))
+        drop_foreign(earlier, type(settings))
+        keys = (set(earlier) | set(asked)) - set(CONTROL_SETTINGS)
+        differing = sorted(key for key in keys if earlier.get(key) != asked.get(key))
+    if differing and not asked.get("resume", False):
+        advice = "--resume true continues it, " if "resume" in asked else ""
+        raise UserError(
+            f"{run_file.parent} belongs to another run (different: {', '.join(differing)}): {advice}"
+            "--overwrite true replaces it, --out names another folder"
+        )
 
 
 def _move_aside(path: Path, run_text: str) -> None:
@@ -314,7 +299,6 @@ def _move_aside(path: Path, run_text: str) -> None:
 
 
 def _move_back(path: Path) -> None:
-    """Undoes a `_move_aside` that did not come to its end."""
     moving = path / MOVING
     if moving.is_dir():
         for entry in moving.iterdir():

@@ -10,6 +10,7 @@ import base64
 import binascii
 import contextlib
 import functools
+import itertools
 import netrc
 import os
 import re
@@ -18,28 +19,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 START, WORD = r"(?<![A-Za-z0-9])", r"[A-Za-z0-9_-]"
-MIN_VALUE = 8
-"""Length below which the value of an environment variable is no secret that a text can be searched for."""
-
-
-class Form(NamedTuple):
-    """What a secret looks like. `anchors` are lower case if the pattern ignores case."""
-
-    what: str
-    anchors: tuple[str, ...]
-    pattern: re.Pattern[str]
 
 
 class Secret(NamedTuple):
     """A secret in a text: what it is, and its place."""
 
     what: str
-    start: int
-    end: int
+    match: re.Match[str]
 
 
-def _form(what: str, anchors: str, pattern: str, flags: int = 0) -> Form:
-    return Form(what, tuple(anchors.split()), re.compile(pattern, flags))
+def _form(
+    what: str, anchors: str, pattern: str, flags: int = 0
+) -> tuple[str, list[str], re.Pattern[str]]:
+    """(what the secret is, its anchors: lower case if the pattern ignores case, its pattern)."""
+    return what, anchors.split(), re.compile(pattern, flags)
 
 
 FORMS = (
@@ -104,7 +97,6 @@ TOKEN = re.compile(
 """A name that says that a secret follows, and something after it."""
 HEX = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{32,}|[0-9A-F]{32,})(?![A-Za-z0-9])")
 LONG = re.compile(r"[A-Za-z0-9+/_-]{32,}={0,2}")
-PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 BASE64 = re.compile(r"[A-Za-z0-9+/_-]{24,4096}={0,2}")
 SECRET_NAMES = re.compile(r"TOKEN|API_?KEY|ACCESS_?KEY|SECRET|PASSW|CREDENTIAL", re.I)
 
@@ -120,22 +112,22 @@ def find_secret(text: str, strict: bool = False, known: Collection[str] = ()) ->
 
 def redact(text: str) -> str:
     """`text` with *** for every secret that `find_secret` finds in it, and for passwords with a digit: for messages."""
-    places = [(secret.start, secret.end) for secret in _secrets(text, False, ())]
+    found = [secret.match for secret in _secrets(text, False, ())]
     for pattern in (PASSWORD, TOKEN):
-        places += [m.span() for m in pattern.finditer(text) if any(map(str.isdigit, m[0]))]
-    for start, end in reversed(_joined(places)):
-        text = f"{text[:start]}***{text[end:]}"
-    return text
+        found += [m for m in pattern.finditer(text) if any(map(str.isdigit, m[0]))]
+    hidden = {place for match in found for place in range(*match.span())}
+    parts = itertools.groupby(enumerate(text), lambda pair: pair[0] in hidden)
+    return "".join("***" if secret else "".join(x for _, x in part) for secret, part in parts)
 
 
 def environment_secrets() -> set[str]:
     """Tokens, keys and passwords in this process's environment, and those that the logins of W&B and the Hub saved."""
     found = {value for name, value in os.environ.items() if SECRET_NAMES.search(name)}
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    found |= _saved_secrets(
-        os.environ.get("NETRC", "~/.netrc"), os.environ.get("HF_TOKEN_PATH", f"{home}/token")
-    )
-    return {value for value in found if len(value) >= MIN_VALUE and value[0] != "/"}
+    token_file = os.environ.get("HF_TOKEN_PATH", f"{home}/token")
+    found |= _saved_secrets(os.environ.get("NETRC", "~/.netrc"), token_file)
+    # A text cannot be searched for a shorter value, and a path is none.
+    return {value for value in found if len(value) >= 8 and value[0] != "/"}
 
 
 @functools.cache
@@ -154,40 +146,27 @@ def looks_random(word: str) -> bool:
 
     Names of models are as long, but have more separators or longer pieces between two changes.
     """
-    pieces = PIECE.findall(word)
+    pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", word)
     separators = len(re.findall(r"[/_-]", word))
     changes = re.search(r"\d", word) and re.search(r"[A-Za-z]", word)
     return bool(changes) and separators <= len(word) / 8 and len(word) < 3 * len(pieces) + 1
 
 
-def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places in their order, those that overlap as one."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(places):
-        if joined and start < joined[-1][1]:
-            start, end = joined[-1][0], max(end, joined.pop()[1])
-        joined.append((start, end))
-    return joined
-
-
 def _secrets(text: str, strict: bool, known: Collection[str]) -> Iterator[Secret]:
     for value in environment_secrets():
         for match in re.finditer(re.escape(value), text):
-            yield Secret("a secret of this environment", *match.span())
+            yield Secret("a secret of this environment", match)
     yield from _forms(text)
     for match in BASE64.finditer(text):
         if next(_forms(_decoded(match[0])), None) is not None:
-            yield Secret("a secret in base64", *match.span())
+            yield Secret("a secret in base64", match)
     if strict:
         for pattern in (PASSWORD, TOKEN):
-            for match in pattern.finditer(text):
-                yield Secret("a password or key", *match.span())
-        for match in HEX.finditer(text):
-            if match[0] not in known:
-                yield Secret("a key", *match.span())
-        for match in LONG.finditer(text):
-            if HEX.search(match[0]) is None and looks_random(match[0]):
-                yield Secret("a key", *match.span())
+            yield from (Secret("a password or key", match) for match in pattern.finditer(text))
+        keys = [match for match in HEX.finditer(text) if match[0] not in known]
+        words = (match for match in LONG.finditer(text) if HEX.search(match[0]) is None)
+        keys += [match for match in words if looks_random(match[0])]
+        yield from (Secret("a key", match) for match in keys)
 
 
 def _forms(text: str) -> Iterator[Secret]:
@@ -195,8 +174,7 @@ def _forms(text: str) -> Iterator[Secret]:
     for what, anchors, pattern in FORMS:
         where = lower if pattern.flags & re.I else text
         if any(anchor in where for anchor in anchors):
-            for match in pattern.finditer(text):
-                yield Secret(what, *match.span())
+            yield from (Secret(what, match) for match in pattern.finditer(text))
 
 
 def _decoded(word: str) -> str:

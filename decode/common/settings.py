@@ -19,11 +19,23 @@ import shutil
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import yaml
 
@@ -67,15 +79,32 @@ def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = N
     words = list(sys.argv[1:] if argv is None else argv)
     asked = {"-h", "--help", "--help_all", "--print_config"}.intersection(words)
     values = _collect([word for word in words if word not in asked], settings)
+    start: T | None = None
     if asked - {"--print_config"}:
-        sys.stdout.write(_help(settings, about, values, "--help_all" in asked))
+        with contextlib.suppress(UserError):  # help is given for wrong values too
+            start = _start(values, settings)
+        sys.stdout.write(_help(settings, about, values, start, "--help_all" in asked))
         sys.exit(0)
-    result = read_group(values, settings)
+    result = read_group(values, settings, start=_start(values, settings))
     check_ranges(result)
     if asked:
         sys.stdout.write(to_yaml(result))
         sys.exit(0)
     return result
+
+
+@runtime_checkable
+class HasDefaults(Protocol):
+    """Settings whose defaults depend on some of them."""
+
+    def defaults(self, given: Collection[str]) -> Self:
+        """The defaults where these settings are what they are; `given` are the names of those that were set."""
+
+
+def _start(values: dict[str, Any], settings: type[T]) -> T | None:
+    """The settings whose values are the defaults beside the given `values`; None: those of the class."""
+    result = read_group(values, settings)
+    return result.defaults(values.keys()) if isinstance(result, HasDefaults) else None
 
 
 def to_yaml(settings: Any) -> str:
@@ -333,7 +362,10 @@ def drop_foreign(values: Any, settings: type, given: Any = None, prefix: str = "
             chosen = _chosen(arm, tags, _default(field), name)
             for key in _foreign_keys(inner, arm, chosen):
                 value = _read(inner[key], _fields(arm)[key], f"{name}.{key}")
-                if value not in [getattr(cls(), key, None) for cls in arm.classes.values()]:
+                owners = [cls for cls in arm.classes.values() if key in _fields(cls)]
+                usual = [getattr(cls(), key) for cls in owners]
+                usual += [getattr(cls, "FORMER_DEFAULTS", {}).get(key) for cls in owners]
+                if value not in usual:
                     raise _foreign(key, arm, chosen, name)
                 del inner[key]
 
@@ -456,11 +488,14 @@ def _unknown(key: Any, group: type, prefix: str) -> UserError:
 # ---- help ----
 
 
-def _help(settings: type, about: str, values: dict[str, Any], everything: bool) -> str:
-    """The text of --help; `values` say which class a OneOf has. Where a settings class names its `COMMON` settings
-    (a group's name stands for all in it), only these are shown, unless `everything` is asked for."""
+def _help(settings: type, about: str, values: dict[str, Any], start: Any, everything: bool) -> str:
+    """The text of --help; `values` say which class a OneOf has, and `start` has the defaults that they lead to.
+
+    Where a settings class names its `COMMON` settings (a group's name stands for all in it), only these are shown,
+    unless `everything` is asked for.
+    """
     width = min(shutil.get_terminal_size().columns, 100)
-    described = list(_described(settings, values, "--"))
+    described = list(_described(settings, values, "--", start))
     common = [] if everything else vars(settings).get("COMMON", "").split()
     lines = [about.strip(), ""]
     if common:
@@ -498,18 +533,19 @@ def _first_sentence(text: str) -> str:
     return f"{first} [{default}]" if default and len(default) < 40 else first
 
 
-def _described(cls: type, values: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _described(cls: type, values: Any, prefix: str, start: Any = None) -> Iterator[tuple[str, str]]:
     """(name, meaning with type and default) of each setting of a dataclass and of the groups in it."""
     values = values if isinstance(values, dict) else {}
     meanings = _meanings(cls)
     for field in dataclasses.fields(cls):
-        kind, default = _fields(cls)[field.name], _default(field)
+        kind = _fields(cls)[field.name]
+        default = getattr(start, field.name) if type(start) is cls else _default(field)
         name, inner = prefix + field.name, values.get(field.name, {})
         (arm, *_) = arms = _arms(kind)
         if isinstance(arm, OneOf):
             arm = _chosen(arm, inner if isinstance(inner, dict) else {}, default, name)
         if dataclasses.is_dataclass(arm):
-            yield from _described(arm, inner, f"{name}.")  # type: ignore[arg-type]
+            yield from _described(arm, inner, f"{name}.", default)  # type: ignore[arg-type]
             continue
         facts = f"type: {_named(kind)}"
         if default is not MISSING:

@@ -51,14 +51,17 @@ def read_setting(setting: TemplateSetting | None) -> dict[str, Any]:
     """
     if not isinstance(setting, dict):
         return {NAME: setting} if setting else {}
-    name = setting.get(NAME, "")
+    name, arguments = _name_and_arguments(setting)
     if not isinstance(name, str):
         raise UserError(f"--template: name is {name!r:.40}, give the name of a chat template")
-    arguments = {key: value for key, value in setting.items() if key != NAME}
     check_arguments(arguments, "--template")
     if name == NONE and arguments:
         raise UserError("--template: without a template (name: none) there are no arguments")
     return ({NAME: name} if name else {}) | arguments
+
+
+def _name_and_arguments(setting: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return setting.get(NAME, ""), {key: value for key, value in setting.items() if key != NAME}
 
 
 def check_arguments(arguments: Mapping[str, Any], what: str) -> None:
@@ -75,14 +78,11 @@ def check_arguments(arguments: Mapping[str, Any], what: str) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold the value."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) for key in value) and _is_plain([*value.values()])
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | int)
+    return value is None or isinstance(value, str | int) or math.isfinite(value)
 
 
 def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
@@ -91,8 +91,8 @@ def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
 
     UserError for a name that it does not have, and for several templates of which none is the default.
     """
-    arguments = {key: value for key, value in setting.items() if key != NAME}
-    chosen = _chosen(tokenizer.chat_template, setting.get(NAME, ""))
+    name, arguments = _name_and_arguments(setting)
+    chosen = _chosen(tokenizer.chat_template, name)
     if not setting:
         return tokenizer
     defaults = "".join(
@@ -101,22 +101,27 @@ def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
         for key, value in arguments.items()
     )
     made = copy.copy(tokenizer)
-    made.chat_template = {key: defaults + text for key, text in _texts(chosen).items()}
-    if not isinstance(chosen, dict):
-        made.chat_template = made.chat_template.get("")
+    texts = {key: defaults + text for key, text in _texts(chosen).items()}
+    made.chat_template = texts if isinstance(chosen, dict) else texts.get("")
     return made
 
 
 def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
     """UserError for a setting without effect: an argument that the chat template does not read, or no template."""
-    if tokenizer.chat_template is None and setting.get(NAME) != NONE and setting:
+    name, arguments = _name_and_arguments(setting)
+    if tokenizer.chat_template is None and name != NONE and setting:
         raise UserError(
             f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
         )
-    texts = _texts(_chosen(tokenizer.chat_template, setting.get(NAME, ""))).values()
-    for key in setting:
-        if key != NAME:
-            _check_read(key, texts)
+    found = [_names(text) for text in _texts(_chosen(tokenizer.chat_template, name)).values()]
+    if None in found:  # a template that is no Jinja may read anything
+        return
+    names = [one for one in found if one is not None]
+    known = ", ".join(sorted({key for one in names for key in one.arguments}))
+    for key in arguments:
+        if not any(key in one.read for one in names):
+            reads = f"it reads {known}" if known else "it reads none"
+            raise UserError(f"--template: the chat template does not read {key}; {reads}")
 
 
 def _texts(chosen: str | dict[str, str] | None) -> dict[str, str]:
@@ -129,34 +134,22 @@ def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str]
     if name == NONE or own is None:
         return None
     if not isinstance(own, dict):
-        if name not in ("", DEFAULT):
-            raise UserError(f"the target has no chat template {name!r:.60}: it has one, unnamed")
-        return own
-    if name:
-        if name not in own:
-            raise UserError(
-                f"the target has no chat template {name!r:.60}: choose among {', '.join(sorted(own))}"
-            )
+        if name in ("", DEFAULT):
+            return own
+        others = "it has one, unnamed"
+    elif name in own:
         return own[name]
-    if DEFAULT not in own:
+    elif not name and DEFAULT in own:
+        return {key: own[key] for key in (DEFAULT, TOOL_USE) if key in own}
+    else:
+        others = f"choose among {', '.join(sorted(own))}"
+    if not name:
         names = sorted(own)
         raise UserError(
             f"the target has the chat templates {', '.join(names)}, and none is the default: choose one, such as "
             f"--template {names[0]}"
         )
-    return {key: own[key] for key in (DEFAULT, TOOL_USE) if key in own}
-
-
-def _check_read(name: str, texts: Iterable[str]) -> None:
-    """UserError if no template reads an argument of that name."""
-    known: set[str] = set()
-    for text in texts:
-        found = _names(text)
-        if found is None or name in found.read:
-            return
-        known |= found.arguments
-    reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
-    raise UserError(f"--template: the chat template does not read {name}; {reads}")
+    raise UserError(f"the target has no chat template {name!r:.60}: {others}")
 
 
 def template_text(tokenizer: Any, tools: Any = None) -> str | None:
@@ -194,13 +187,12 @@ def undefined_argument(text: str, error: Exception) -> str:
     """The argument whose lack is the template's error; "" for any other error."""
     found = _names(text)
     name = re.match(r"'(\w+)' is undefined", str(error))
-    if found is None or name is None or not isinstance(error, jinja2.UndefinedError):
+    if found is None or name is None or name[1] not in found.arguments:
         return ""
-    return name[1] if name[1] in found.arguments else ""
+    return name[1] if isinstance(error, jinja2.UndefinedError) else ""
 
 
 def missing_argument_error(name: str) -> UserError:
-    """The error for a template that needs an argument which nobody gave."""
     return UserError(
         f"the target's chat template needs {name}, which nobody gave: add --template '{{{name}: …}}', or "
         f"chat_template_kwargs to the row"

@@ -45,8 +45,7 @@ class IntervalKey:
 NUMBER: Any = float | None
 INTERVAL: Any = tuple[float, float] | None
 OMITTED = object()
-Omitted = Annotated[T | None, OMITTED]
-"""Not in JSON where it is None."""
+Omitted = Annotated[T | None, OMITTED]  # not in JSON where it is None
 
 
 class WrongTypeError(ValueError):

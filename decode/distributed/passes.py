@@ -39,10 +39,9 @@ class FollowedModel:
         self.model, self.config = model.eval(), decoder_config(model)
         self.device: torch.device = model.device
         self.cache_name = cache_name(model.base_model)
-        self.caches: dict[int, Any] = {}
+        self.caches: dict[int | None, Any] = {}
 
     def prepare(self) -> None:
-        """Makes the model run with our attention, as a runner's does."""
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
 
@@ -60,7 +59,7 @@ class FollowedModel:
         self.caches = {name: cache for name, cache in self.caches.items() if name in alive}
         context: Any = nullcontext()
         cache = None
-        if number is not None and slots is not None:
+        if slots is not None:
             cache = self.slot_cache(number, **slots)
             context = attention.forward_context(cache.slots)
         elif number is not None:
@@ -73,17 +72,14 @@ class FollowedModel:
 
     def slot_cache(
         self,
-        number: int,
+        number: int | None,
         rows: int,
         size: int,
         visible: int,
-        base: Tensor,
-        count: int,
-        row: Tensor | None,
         nodes: list[Tensor] | None,
-        is_prefill: bool,
+        **positions: Any,
     ) -> StaticKVCache:
-        """The cache, ready for a pass with these slots; the arguments are those of `leader.slot_arguments`."""
+        """The cache, ready for a pass with these slots; the arguments are those of `slot_arguments`."""
         if number not in self.caches:
             layers = self.config.num_hidden_layers
             self.caches[number] = StaticKVCache(layers, rows, size, self.device)
@@ -91,23 +87,20 @@ class FollowedModel:
         if cache.slots.size < size:
             cache.reserve(size)
         cache.slots.limit_to(visible)
-        base, row, nodes = to_device((base, row, nodes), self.device)
+        positions, nodes = to_device((positions, nodes), self.device)
         tree = None if nodes is None else TreeNodes(*nodes)
-        cache.slots.set_positions(base, count, row=row, nodes=tree, is_prefill=is_prefill)
+        cache.slots.set_positions(**positions, nodes=tree)
         return cache
 
     @torch.inference_mode()
     def compact(self, number: int, base: Tensor, path: Tensor) -> None:
-        """Moves the K/V of an accepted path to the front, as the leader does."""
         self.caches[number].compact_path(base.to(self.device), path.to(self.device))
 
 
 def follow(load: LoadModel) -> None:
-    """Does what the leader sends until it says "end". `load` loads a model with the arguments of its message.
-
-    A signal ends this process with the leader, which the launcher signals too and which saves first. An error in
-    loading is the leader's as well, which reports it and ends.
-    """
+    """Does what the leader sends until it says "end". `load` loads a model with the arguments of its message. A signal
+    ends this process with the leader, which the launcher signals too and which saves first. An error in loading is the
+    leader's as well, which reports it and ends."""
     models: list[FollowedModel] = []
     with DeferredStop() as signals:
         while True:
@@ -147,31 +140,25 @@ def to_device(value: Any, device: torch.device) -> Any:
 # ---- leader ----
 
 CPU = torch.device("cpu")
-END_PATIENCE = timedelta(seconds=10)
 
 
 def lead(run: Callable[[], None], load: LoadModel) -> None:
-    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads.
-
-    UserError unless a launcher started several processes.
-    """
+    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads. UserError
+    unless a launcher started several processes."""
     if tensor_parallel.join_launch() > 0:
         follow(load)
         return
+    failure: Exception | None = None
     try:
         with tensor_parallel.alone():
             run()
-    # A signal may come in the middle of a pass; then the launcher ends the others
-    except Exception:
-        send_end()
-        raise
-    send_end()
-
-
-def send_end() -> None:
-    """Ends the followers, unless they are gone or wait for a part of a pass that failed here."""
-    with suppress(RuntimeError):
-        send(("end",), END_PATIENCE)
+    # Not a signal, which may come in the middle of a pass; then the launcher ends the others.
+    except Exception as error:
+        failure = error
+    with suppress(RuntimeError):  # they are gone, or wait for a part of a pass that failed here
+        send(("end",), timedelta(seconds=10))
+    if failure is not None:
+        raise failure
 
 
 class PassSender:
@@ -186,7 +173,6 @@ class PassSender:
         self.layers.register_forward_pre_hook(self.send_pass, with_kwargs=True)
 
     def cache_number(self, cache: Cache) -> int:
-        """What the followers know their part of `cache` by."""
         if cache not in self.caches:
             self.caches[cache] = self.made
             self.made += 1
@@ -195,10 +181,8 @@ class PassSender:
     def send_pass(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Sends the inputs of a pass and returns them, with a cache where the pass fills one.
-
-        UserError for a pass of which the followers cannot compute their parts.
-        """
+        """Sends the inputs of a pass and returns them, with a cache where the pass fills one. UserError for a pass of
+        which the followers cannot compute their parts."""
         if module is not self.layers or torch.is_grad_enabled():
             raise UserError(
                 "placement.kind tensor_parallel: this draft needs a part of the target's layers or gradients, but "
@@ -214,18 +198,8 @@ class PassSender:
         mask = attention.current_forward().mask
         documents = mask.numbers.cpu() if isinstance(mask, DocumentMask) else None
         alive = sorted(self.caches.values())
-        send(
-            (
-                "pass",
-                self.number,
-                to_device(args, CPU),
-                to_device(inputs, CPU),
-                number,
-                slots,
-                alive,
-                documents,
-            )
-        )
+        told = to_device((args, inputs), CPU)
+        send(("pass", self.number, *told, number, slots, alive, documents))
         return args, {**inputs, self.cache_name: cache}
 
 
@@ -239,12 +213,10 @@ class LeadingRunner(ModelRunner):
         super().__init__(model)
 
     def prepare_model(self) -> None:
-        """As of any runner; the followers do the same with their parts."""
         super().prepare_model()
         send(("prepare", self.sender.number))
 
     def compact_kv_cache(self, base: Tensor, path: Tensor) -> None:
-        """As of any runner; the followers do the same in their parts of the K/V cache."""
         cache = self.sender.cache_number(self.cache)
         send(("compact", self.sender.number, cache, base.cpu(), path.cpu()))
         super().compact_kv_cache(base, path)

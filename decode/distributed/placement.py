@@ -31,9 +31,6 @@ from decode.model.vision import is_vision_language
 
 # ---- devices of the layers ----
 
-FIRST_SHARE, SHARE = 0.4, 0.8
-"""Shares of free memory that the target may take by default: the draft and its training are on the first device."""
-
 
 def default_room(first: str) -> dict[str, int]:
     """{device: bytes that it may hold}, in the order in which devices are filled, beginning with `first`."""
@@ -42,14 +39,13 @@ def default_room(first: str) -> dict[str, int]:
         free[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0]
     first = "cuda:0" if first == "cuda" else first
     order = [first, *(name for name in sorted(free) if name not in (first, "cpu")), "cpu"]
-    return {name: int(free[name] * (FIRST_SHARE if name == first else SHARE)) for name in order}
+    # The draft and its training are on the first device.
+    return {name: int(free[name] * (0.4 if name == first else 0.8)) for name in order}
 
 
 def plan_layers(rest: int, layers: Sequence[int], room: Mapping[str, int]) -> list[str]:
-    """The device of each layer, of these sizes in bytes, or "disk" where `room` has no more.
-
-    `room` is filled in its order; its first device holds `rest` bytes besides. UserError if it has no room for that.
-    """
+    """The device of each layer, of these sizes in bytes, or "disk" where `room` has no more. `room` is filled in its
+    order; its first device holds `rest` bytes besides. UserError if it has no room for that."""
     left = dict(room)
     first = next(iter(left))
     left[first] -= rest
@@ -69,46 +65,31 @@ def plan_layers(rest: int, layers: Sequence[int], room: Mapping[str, int]) -> li
 
 
 def device_map(config: Any, dtype: torch.dtype, room: Mapping[str, int]) -> dict[str, str]:
-    """{module: device} for the causal LM with this config in `dtype`, as transformers' `device_map` takes it.
-
-    UserError if embedding and LM head do not fit on the first device of `room`.
-    """
+    """{module: device} for the causal LM with this config in `dtype`, as transformers' `device_map` takes it. UserError
+    if embedding and LM head do not fit on the first device of `room`."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     stack = layer_stack_name(model)
-    layers = model.get_submodule(stack)
-    sizes = [module_bytes(layer) for layer in layers]
-    devices = plan_layers(module_bytes(model) - sum(sizes), sizes, room)
+    whole, *sizes = (
+        sum(parameter.nbytes for parameter in module.parameters())
+        for module in (model, *model.get_submodule(stack))
+    )
+    devices = plan_layers(whole - sum(sizes), sizes, room)
     placed = {f"{stack}.{number}": device for number, device in enumerate(devices)}
-    inside = [
-        name for name, _ in model.named_modules() if name and f"{stack}.".startswith(f"{name}.")
-    ]
-    first = next(iter(room))
-    for name, _ in model.named_modules():
+    around = ["", *(stack.rsplit(".", i)[0] for i in range(stack.count(".") + 1))]
+    for name, _ in model.named_modules():  # the outermost ones beside the layers
         parent = name.rpartition(".")[0]
-        if name and name not in inside and (not parent or parent in inside) and parent != stack:
-            placed[name] = first
+        if name not in around and parent in around and parent != stack:
+            placed[name] = next(iter(room))
     return placed
-
-
-def module_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the weights of `module`, each counted once."""
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 # ---- settings and target ----
 
-GIB = 2**30
-MIXED = {"bf16": "bfloat16", "fp16": "float16"}
-"""{mixed_precision of Accelerate's launcher: the dtype that it means}"""
-
 
 def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
-    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in
-    the first process, which the others follow.
-
-    UserError for a launch whose processes do not suit the placement.
-    """
+    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in the
+    first process, which the others follow. UserError for a launch whose processes do not suit the placement."""
     if s.kind == "tensor_parallel":
         lead(run, load_part)
         return
@@ -131,7 +112,8 @@ def load_target(
     """The target `name`, placed as `s` says and ready to decode. UserError as from `decode.model.loading.load_target`,
     and for what the placement does not allow. A warning where the launcher's mixed_precision is not `dtype`."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if os.environ.get("RANK", "0") == "0" and MIXED.get(precision, dtype) != dtype:
+    means = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, dtype)
+    if os.environ.get("RANK", "0") == "0" and means != dtype:
         damage.warn(
             f"the target computes in {dtype}, as this command's settings say: the launcher's mixed_precision "
             f"{precision} is of drafts in training"
@@ -181,11 +163,11 @@ def check_placeable(config: Any, what: str, kind: str) -> None:
         "a vision part": is_vision_language(config),
         "recurrent layers": has_recurrent_layers(config.get_text_config(decoder=True)),
     }
-    for part, has in parts.items():
-        if has:
-            raise UserError(
-                f"{what} has {part}: placement.kind {kind} is for plain decoders, leave it at single"
-            )
+    found = [part for part, has in parts.items() if has]
+    if found:
+        raise UserError(
+            f"{what} has {found[0]}: placement.kind {kind} is for plain decoders, leave it at single"
+        )
 
 
 def load_part(name: str, what: str, dtype: str, revision: str | None) -> Any:
@@ -201,23 +183,19 @@ def load_over_devices(
     s: PlacementConfig, device: str, config: Any, what: str, folder: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
     """(a causal LM with layers where there is room, transformers' loading information). UserError if there is none."""
-    room = {name: int(gib * GIB) for name, gib in s.max_gib.items()}
-    room = room or default_room(device)
+    room = {name: int(gib * 2**30) for name, gib in s.max_gib.items()} or default_room(device)
     for name in room:
         loading.pick_device(name)  # UserError for one that is not there
+    offload = s.offload_folder
+    if not offload:
+        offload = tempfile.mkdtemp(prefix="draftsmith-")
+        atexit.register(shutil.rmtree, offload, ignore_errors=True)
     result: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         device_map=device_map(config, settings["dtype"], room),
-        offload_folder=s.offload_folder or temporary_folder(),
+        offload_folder=offload,
         output_loading_info=True,
         **settings,
     )
     return result
-
-
-def temporary_folder() -> str:
-    """A new empty folder, which is deleted when Python ends."""
-    folder = tempfile.mkdtemp(prefix="draftsmith-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder

@@ -19,10 +19,6 @@ from transformers.distributed import DistributedConfig
 
 from decode.common.errors import UserError
 
-REPLICATED = "replicated_with_grad_allreduce"
-"""transformers' name for weights that each process has whole."""
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What a launcher sets for each of several processes."""
 LONGEST_SILENCE = timedelta(days=30)
 """How long followers wait for the next message: the leader may do other things for hours."""
 
@@ -45,21 +41,16 @@ LAUNCH = Launch()
 
 
 def join_launch() -> int:
-    """Joins the processes that the launcher started; returns the number of this one, 0 for the leader.
-
-    UserError unless there are several, all of which may be the target's.
-    """
+    """Joins the processes that the launcher started; returns the number of this one, 0 for the leader. UserError unless
+    there are several, all of which may be the target's."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2:
         raise UserError(
             "placement.kind tensor_parallel needs a process for each part: start the command with "
             "torchrun --nproc-per-node N, or accelerate launch --num_processes N"
         )
-    for name, kind in {
-        "ACCELERATE_USE_FSDP": "FSDP",
-        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    }.items():
-        if os.environ.get(name, "false").lower() in ("1", "true"):
+    for kind in ("FSDP", "DeepSpeed"):
+        if os.environ.get(f"ACCELERATE_USE_{kind.upper()}", "false").lower() in ("1", "true"):
             raise UserError(
                 f"placement.kind tensor_parallel: all processes belong to the target, and {kind} would shard the draft "
                 "over the same ones: launch without it"
@@ -74,7 +65,8 @@ def join_launch() -> int:
 @contextmanager
 def alone() -> Iterator[None]:
     """In the block this process looks like the only one of its launch, to Accelerate as well."""
-    hidden = {name: os.environ.pop(name) for name in LAUNCH_VARIABLES if name in os.environ}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
@@ -82,10 +74,8 @@ def alone() -> Iterator[None]:
 
 
 def send(message: tuple[Any, ...], patience: timedelta = LONGEST_SILENCE) -> None:
-    """Gives the message of the leader to all followers; its tensors must be in CPU memory.
-
-    RuntimeError if they are gone, or do not take it within `patience`.
-    """
+    """Gives the message of the leader to all followers; its tensors must be in CPU memory. RuntimeError if they are
+    gone, or do not take it within `patience`."""
     data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
     for part in (torch.tensor([len(data)]), data):
         dist.broadcast(part, 0, group=LAUNCH.messages, async_op=True).wait(patience)
@@ -109,27 +99,20 @@ def receive() -> tuple[Any, ...]:
 def load_sharded(
     config: Any, what: str, folder: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """(this process's part of a causal LM, transformers' loading information). All processes must call it.
-
-    UserError for an architecture without a plan, and for heads that cannot be shared out evenly.
-    """
+    """(this process's part of a causal LM, transformers' loading information). All processes must call it. UserError
+    for an architecture without a plan, and for heads that cannot be shared out evenly."""
     size = dist.get_world_size()
     plan = replicated_ends_plan(config, what, size)
+    split = DistributedConfig(tp_size=size, tp_plan=plan)
     result: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        distributed_config=DistributedConfig(tp_size=size, tp_plan=plan),
-        output_loading_info=True,
-        **settings,
+        folder, config=config, distributed_config=split, output_loading_info=True, **settings
     )
     return result
 
 
 def replicated_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
     """transformers' plan for the architecture, {module: style}, with embedding and LM head whole on each process.
-
-    UserError for an architecture without a plan, and for heads that `size` does not divide.
-    """
+    UserError for an architecture without a plan, and for heads that `size` does not divide."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config(decoder=True)
@@ -138,15 +121,13 @@ def replicated_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
         raise UserError(
             f"{what}: transformers has no tensor-parallel plan for {config.model_type}: use placement.kind device_map"
         )
-    heads = (
-        text.num_attention_heads,
-        vars(text).get("num_key_value_heads") or text.num_attention_heads,
-    )
-    if any(count % size for count in heads):
+    heads = text.num_attention_heads
+    key_heads = vars(text).get("num_key_value_heads") or heads
+    if heads % size or key_heads % size:
         raise UserError(
-            f"{what} has {heads[0]} heads and {heads[1]} key heads, which {size} processes cannot share out evenly: "
+            f"{what} has {heads} heads and {key_heads} key heads, which {size} processes cannot share out evenly: "
             "start a number that divides both"
         )
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    return plan | dict.fromkeys(names, REPLICATED)
+    return plan | dict.fromkeys(names, "replicated_with_grad_allreduce")

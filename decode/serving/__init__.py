@@ -3,9 +3,9 @@
 - engine: ServingEngine, the type of the values in vllm_engine, sglang_engine, trtllm_engine, llamacpp_engine, hf_engine
 - rules: a draft's files as rules read them, Rule, and checks on every family; family_rules: those on one
 - checker: ENGINES by name, and a draft's files against the rules of one (scripts/check_draft.py)
-- edits: edits of a saved draft
 - export: a draft in the layouts of engines and trainers (scripts/export.py); gguf_export, gguf_heads: as a GGUF file
-- logs: reads a log of any engine; log_responses: what clients save; log_counts: what all are read into; prometheus
+- logs: reads a log of any engine; engine_logs: what vLLM and llama.cpp write; log_counts: what all are read into;
+  prometheus: /metrics
 - running/: engines that run: started, asked and ended
 
 It may import all of decode/ but the commands; the rest of decode/ does not import it.

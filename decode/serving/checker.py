@@ -29,28 +29,24 @@ ENGINES: dict[str, ServingEngine] = {
 }
 """The engines whose rules are known, by their names in settings."""
 
-DECODER_RULE, UNCHECKED = "decoder", "unchecked"
-"""Names of findings that no table of rules has."""
+DECODER_RULE, UNCHECKED = "decoder", "unchecked"  # names of findings that no table of rules has
 
 
 def check_draft_files(
     path: str, engine: str, engine_version: str = "", target: str = ""
 ) -> list[Finding]:
     """The rules of an engine that a draft's files break, and why this project's decoder refuses it, if it does; [] for
-    a draft that both decode as it was trained.
-
-    Without a `target` (folder or Hub name), what depends on it is not checked. UserError for an unknown engine, or
-    for files that no engine could open.
-    """
+    a draft that both decode as it was trained. Without a `target` (folder or Hub name), what depends on it is not
+    checked. UserError for an unknown engine, or for files that no engine could open."""
     findings = check_engine_rules(path, engine, engine_version, target)
-    if any(finding.rule == UNCHECKED for finding in findings):
-        return findings
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what decodes all the same
-            load_without_target(path, target)
-    except UserError as error:
-        findings.append(Finding(DECODER_RULE, REFUSED, str(error), "decode/drafts, which loads it"))
+    if all(finding.rule != UNCHECKED for finding in findings):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what decodes all the same
+                load_without_target(path, target)
+        except UserError as error:
+            source = "decode/drafts, which loads it"
+            findings.append(Finding(DECODER_RULE, REFUSED, str(error), source))
     return findings
 
 

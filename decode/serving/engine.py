@@ -9,17 +9,12 @@ from typing import Any
 from decode.serving.log_counts import EngineLog, RequestCounts, Response
 from decode.serving.rules import Rule
 
-NO_EMBEDDING_CAPTURE = (
-    "it names layers by their output and so cannot capture the embedding, which this draft reads"
-)
-
 
 @dataclass(frozen=True)
 class Served:
     """How an engine is told to decode with the drafts of one family."""
 
-    method: str
-    """The method's name there."""
+    method: str  # the method's name there
     options: Mapping[str, int | bool] = field(default_factory=dict)
     """Further fields of its settings, or flags of its command."""
     versions: str = ""
@@ -46,8 +41,7 @@ class EngineServingConfig:
     """One engine and the files that start it; `files` is empty where it cannot load the draft."""
 
     engine: str
-    note: str
-    """Which versions, what to know; or why not."""
+    note: str  # which versions, what to know; or why not
     files: Mapping[str, str]
 
 
@@ -70,10 +64,8 @@ def shell_script(words: Sequence[str], trained_for: str | None = None) -> str:
 class AcceptanceRule:
     """One way in which an engine accepts chains at a temperature above 0."""
 
-    rule: str
-    """One of eval.forecasting.rounds."""
-    setting: str
-    """What chooses it."""
+    rule: str  # one of eval.forecasting.rounds
+    setting: str  # what chooses it
 
 
 KRange = tuple[int, int, int]
@@ -84,18 +76,13 @@ KRange = tuple[int, int, int]
 class LogReader:
     """How to read what an engine says of its drafts (logs.py)."""
 
-    wrote: Callable[[Response], bool]
-    """Whether a response is of this engine."""
+    wrote: Callable[[Response], bool]  # whether a response is of this engine
     response: Callable[[Response, str], RequestCounts]
     """(response, where it stands) -> its counts. UserError for one without counts, or whose counts contradict."""
-    note: str
-    """What to know of counts of responses."""
-    figures: str
-    """Which figures the engine itself reports."""
-    mark: re.Pattern[str] | None = None
-    """What only the engine's own log has in a line."""
-    printed: Callable[[str, str], EngineLog] | None = None
-    """(text, path) of its own log."""
+    note: str  # what to know of counts of responses
+    figures: str  # which figures the engine itself reports
+    mark: re.Pattern[str] | None = None  # what only the engine's own log has in a line
+    printed: Callable[[str, str], EngineLog] | None = None  # (text, path) of its own log
     dump: Callable[[str, str], EngineLog] | None = None
     """(path, path of an earlier one or empty) of /metrics dumps."""
 
@@ -104,20 +91,16 @@ class LogReader:
 class ServingEngine:
     """A serving engine."""
 
-    name: str
-    """As people write it."""
+    name: str  # as people write it
     version: str
     """The newest version that `rules` describe (where they were run: that they were run against)."""
-    versions: str
-    """The versions to which `methods` belong, for people to read."""
+    versions: str  # the versions to which `methods` belong, for people to read
     methods: Mapping[str, Served]
     """By `family` in draftsmith.json; a family that is not here has no method there."""
-    rules: tuple[Rule, ...] = ()
-    """What it requires of a draft's files."""
+    rules: tuple[Rule, ...] = ()  # what it requires of a draft's files
     files: Callable[[ServedDraft], Mapping[str, str]] | None = None
     """{path: text} of what starts it with chains of a draft for which it has a method."""
-    note: str = "{versions}"
-    """What to know of these files."""
+    note: str = "{versions}"  # what to know of these files
     no_method: str = "{name} has no method for drafts of family {family}"
     captures_embedding: bool = True
     """False: it names layers by their output, so it cannot hand out the target's embedding."""
@@ -131,10 +114,10 @@ class ServingEngine:
     def serving_config(self, draft: ServedDraft) -> EngineServingConfig:
         """The files that serve the draft, or why there are none."""
         if 0 in draft.layers and not self.captures_embedding:
-            return EngineServingConfig(self.name, NO_EMBEDDING_CAPTURE, {})
+            reason = "it names layers by their output and so cannot capture the embedding, which this draft reads"
+            return EngineServingConfig(self.name, reason, {})
         if draft.family not in self.methods or self.files is None:
             reason = self.no_method.format(name=self.name, family=draft.family)
             return EngineServingConfig(self.name, reason, {})
-        versions = self.methods[draft.family].versions or self.versions
-        note = self.note.format(versions=versions)
+        note = self.note.format(versions=self.methods[draft.family].versions or self.versions)
         return EngineServingConfig(self.name, note, self.files(draft))

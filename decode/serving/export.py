@@ -29,10 +29,8 @@ ExportedFiles = tuple[dict[str, Any], Tensors, str]
 
 
 def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
-    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one.
-
-    Other checkpoints as they are. UserError if the target is needed and not given.
-    """
+    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one. Other checkpoints
+    as they are. UserError if the target is needed and not given."""
     if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
         return checkpoint
     if not target:
@@ -41,13 +39,13 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
     dtype = checkpoint.tensors["blocks.0.layers.0.weight"].dtype
     sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
     tensors = checkpoint.tensors | {"lm_heads.0.weight": weight.to(dtype)}
-    return DraftCheckpoint(
-        checkpoint.family, layouts.HeadConfig(checkpoint.config | sizes), tensors
-    )
+    config = layouts.HeadConfig(checkpoint.config | sizes)
+    return DraftCheckpoint(checkpoint.family, config, tensors)
 
 
-def to_flat(checkpoint: DraftCheckpoint) -> ExportedFiles:
+def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    checkpoint = with_lm_head(checkpoint, target)
     config, tensors = checkpoint.config, checkpoint.tensors
     if checkpoint.family != "eagle3":
         if checkpoint.config.get("original_lm_head"):
@@ -63,26 +61,11 @@ def to_flat(checkpoint: DraftCheckpoint) -> ExportedFiles:
 
 
 LAYER_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "vocab_size",
-    "num_hidden_layers",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "num_aux_hidden_states",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "num_hidden_layers"),
+    *("attention_bias", "mlp_bias", "tie_word_embeddings", "num_aux_hidden_states"),
+    *("rope_parameters", "rope_theta", "rope_scaling"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """Keys of a flat config that belong into `transformer_layer_config`."""
 
@@ -109,21 +92,18 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": _target_architectures(target)},
+            "verifier": {
+                "name_or_path": target,
+                "architectures": list(load_config(target, "target").architectures or []),
+            },
         },
     }
     return nested, checkpoint.tensors, layouts.WEIGHTS_FILE
 
 
-def _target_architectures(target: str) -> list[str]:
-    return list(load_config(target, "target").architectures or [])
-
-
-def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
+def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """Numbered tensors, in which a head's projection follows its last layer. Loaders that need .pt cannot read it.
-
-    UserError for other families than Medusa.
-    """
+    UserError for other families than Medusa."""
     if checkpoint.family != "medusa":
         raise UserError(f"medusa-legacy is for Medusa heads, and this is {checkpoint.family}")
     config, layers = checkpoint.config, checkpoint.config["num_hidden_layers"]
@@ -143,37 +123,33 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
         "base_model_name_or_path": target,
     }
     legacy |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    return (
-        legacy,
-        {numbered_name(name): value for name, value in tensors.items()},
-        importers.WEIGHT_FILES[1],
-    )
+    named = {numbered_name(name): value for name, value in tensors.items()}
+    return legacy, named, importers.WEIGHT_FILES[1]
 
 
-MODEL_FILES = ("config.json", "generation_config.json")
+LAYOUTS = {"flat": to_flat, "speculators": to_speculators, "medusa-legacy": to_medusa_legacy}
+"""By the names in settings; K is what the speculators format records."""
 
 
 def export_hf(path: str, name: str, out: Path) -> None:
     """Writes a causal draft with the vocabulary size of the target `name`, whose tokenizer files are copied unchanged.
-
     Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does; a reduced vocabulary
     stays beside them, and other engines do not draft the other tokens (`silence_other_tokens`). UserError for another
-    tokenizer.
-    """
+    tokenizer."""
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
     target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
     check_vocabulary(path, target)
-    model = load_model(path, "draft", "cpu", _config_dtype(path))
+    dtype = str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
+    model = load_model(path, "draft", "cpu", dtype)
     size, wanted = model.get_output_embeddings().weight.shape[0], target.runner.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)
     copied = size == wanted and Path(path).is_dir() and not head_is_misstated(path, "draft")
     if copied and ids is None:
-        names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
-        for file in (Path(path) / name for name in names):
-            if file.is_file():
+        for pattern in ("config.json", "generation_config.json", "model*.safetensors*"):
+            for file in Path(path).glob(pattern):
                 shutil.copyfile(file, out / file.name)
     else:
         draft_vocab.resize_vocabulary(model, wanted)
@@ -183,10 +159,6 @@ def export_hf(path: str, name: str, out: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in Path(model_folder(name, "target")).glob(pattern):
             shutil.copyfile(file, out / file.name)
-
-
-def _config_dtype(path: str) -> str:
-    return str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
 
 
 def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from decode.checkpoints import block_layouts, eagle_layouts, layouts
-from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE, read_ids
 from decode.checkpoints.eagle_layouts import MASK_TOKEN_FIELDS, NORM_FLAGS
 from decode.checkpoints.head_layouts import medusa_counts
@@ -15,10 +15,9 @@ from decode.checkpoints.layouts import VOCAB_MAPS
 from decode.common.errors import UserError
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
-from decode.serving.rules import SILENT, DraftFiles, Rule, has_file, require_tensors
+from decode.serving.rules import SILENT, DraftFiles, Rule, require_tensors, when
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LayerIds = tuple[int, ...]
 
 # ---- tensors ----
 
@@ -34,18 +33,16 @@ def wrong_shapes(d: DraftFiles) -> Iterator[str]:
 
 
 def shared_tensors(d: DraftFiles) -> set[str]:
-    """Tensors that are taken from the target where the files lack them."""
     return LAYOUTS[d.family].shared(d.config) if d.family in LAYOUTS and d.shapes else set()
 
 
-def missing_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors that are neither in the files nor taken from the target."""
-    yield from require_tensors(d, sorted(set(d.shapes) - shared_tensors(d) - {"t2d", "fc.bias"}))
+def missing_tensors(d: DraftFiles) -> list[str]:
+    return require_tensors(d, sorted(set(d.shapes) - shared_tensors(d) - {"t2d", "fc.bias"}))
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
     """Tensors that config.json does not imply. Biases of EAGLE heads and maps have rules of their own."""
-    apart = (LM_HEAD,) if d.is_language_model else VOCAB_MAPS
+    apart = VOCAB_MAPS if d.family in LAYOUTS else (LM_HEAD,)
     for name in sorted(set(d.tensors) - set(d.shapes) - set(apart)):
         bias = name.endswith(".bias") and d.family in ("eagle1", "eagle3", "peagle")
         if not bias and "rotary_emb." not in name:
@@ -76,14 +73,14 @@ def wrong_layer_count(d: DraftFiles) -> Iterator[str]:
 # ---- the reduced vocabulary of heads ----
 
 
-def map_missing(d: DraftFiles) -> Iterator[str]:
-    if "d2t" in d.shapes and "d2t" not in d.tensors:
-        yield "draft_vocab_size is smaller than vocab_size and there is no d2t: draft ids are used as the target's"
-
-
-def unneeded_map(d: DraftFiles) -> Iterator[str]:
-    if d.shapes and "d2t" not in d.shapes and "d2t" in d.tensors:
-        yield "d2t is in the files although the draft has the whole vocabulary"
+map_missing = when(
+    lambda d: "d2t" in d.shapes and "d2t" not in d.tensors,
+    "draft_vocab_size is smaller than vocab_size and there is no d2t: draft ids are used as the target's",
+)
+unneeded_map = when(
+    lambda d: d.shapes and "d2t" not in d.shapes and "d2t" in d.tensors,
+    "d2t is in the files although the draft has the whole vocabulary",
+)
 
 
 def map_wrong(d: DraftFiles) -> Iterator[str]:
@@ -95,14 +92,13 @@ def map_wrong(d: DraftFiles) -> Iterator[str]:
         ids = layouts.ids_from_d2t(d2t, vocab)
     except UserError:
         values = d2t.long()
-        rising = bool((values[1:] > values[:-1]).all())
-        if rising and int(values[0]) >= 0 and int(values[-1]) < vocab:
+        if bool((values[1:] > values[:-1]).all()) and values[0] >= 0 and values[-1] < vocab:
             yield "d2t contains ids instead of offsets"
         else:
             yield "d2t does not rise within the vocabulary"
-        return
-    if t2d is not None and not torch.equal(ids, t2d.nonzero()[:, 0]):
-        yield "d2t and t2d name different tokens"
+    else:
+        if t2d is not None and not torch.equal(ids, t2d.nonzero()[:, 0]):
+            yield "d2t and t2d name different tokens"
 
 
 def map_dtype(d: DraftFiles) -> Iterator[str]:
@@ -126,15 +122,14 @@ def named_layers(d: DraftFiles) -> tuple[list[int] | None, list[int] | None]:
     return d.config.get(key), (d.get("eagle_config") or {}).get(key)
 
 
-def default_aux_layers(count: int) -> LayerIds:
+def default_aux_layers(count: int) -> tuple[int, ...]:
     """The layers that engines read by default, for a target of any number of layers."""
     return 2, count // 2, count - 3
 
 
-def trained_aux_layers(d: DraftFiles) -> LayerIds | None:
+def trained_aux_layers(d: DraftFiles) -> tuple[int, ...] | None:
     """The layers whose input hidden states the head was trained on: by draftsmith.json, else by config.json, else the
-    default ones. None if that depends on the target and there is none.
-    """
+    default ones. None if that depends on the target and there is none."""
     training = (d.facts.training or {}).get("draft")
     top, outputs = named_layers(d)
     own = top or [i + 1 for i in outputs or ()]
@@ -144,7 +139,7 @@ def trained_aux_layers(d: DraftFiles) -> LayerIds | None:
     return default_aux_layers(d.target_layers)
 
 
-def wrong_aux_layers(d: DraftFiles, taps: LayerIds) -> Iterator[str]:
+def wrong_aux_layers(d: DraftFiles, taps: tuple[int, ...]) -> Iterator[str]:
     """The layers that an engine reads against those of training and those that the target has."""
     if d.target_layers is None:
         return
@@ -188,15 +183,14 @@ def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
             yield f"{name} is {found}{by_default}, and was {trained} in training".lower()
 
 
-def norm_before_residual(d: DraftFiles) -> Iterator[str]:
-    if norm_flag(d, "norm_before_residual"):
-        yield "norm_before_residual is not implemented: the residual is taken before the norm"
-
-
-def speculators_config(d: DraftFiles) -> Iterator[str]:
-    """For engines that do not read the speculators format."""
-    if d.is_speculators_format:
-        yield "the nested config of speculators is not read: export it with --format flat"
+norm_before_residual = when(
+    lambda d: norm_flag(d, "norm_before_residual"),
+    "norm_before_residual is not implemented: the residual is taken before the norm",
+)
+speculators_config = when(
+    lambda d: d.is_speculators_format,
+    "the nested config of speculators is not read: export it with --format flat",
+)
 
 
 def rope_mismatch(d: DraftFiles) -> Iterator[str]:
@@ -228,16 +222,18 @@ def no_mask_token(d: DraftFiles) -> Iterator[str]:
         yield f"the mask token {token} is outside the vocabulary of {vocab}"
 
 
-def causal_blocks(d: DraftFiles) -> Iterator[str]:
-    causal = d.get("is_causal", d.get("dflash_config", {}).get("causal"))
-    if causal and d.trained_here:
-        yield "config.json makes blocks causal, and they were trained both ways"
+def block_setting(d: DraftFiles, key: str, nested_key: str) -> Any:
+    return d.get(key, d.get("dflash_config", {}).get(nested_key))
 
 
-def wrong_anchor(d: DraftFiles) -> Iterator[str]:
-    """A DFlash draft that predicts from its anchor's slot."""
-    if d.get("sample_from_anchor", d.get("dflash_config", {}).get("sample_from_anchor", False)):
-        yield "sample_from_anchor is true: it is served one place off, or refused"
+causal_blocks = when(
+    lambda d: block_setting(d, "is_causal", "causal") and d.trained_here,
+    "config.json makes blocks causal, and they were trained both ways",
+)
+wrong_anchor = when(  # a DFlash draft that predicts from its anchor's slot
+    lambda d: block_setting(d, "sample_from_anchor", "sample_from_anchor"),
+    "sample_from_anchor is true: it is served one place off, or refused",
+)
 
 
 def wrong_block_layers(d: DraftFiles) -> Iterator[str]:
@@ -260,7 +256,6 @@ def missing_medusa_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_medusa_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors that are dropped, without biases and projections, which have rules of their own."""
     heads, layers = medusa_counts(d.config)
     for name in sorted(set(d.tensors) - set(d.shapes) - {LM_HEAD, "token_map"}):
         if not re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias|lm_heads\.\d+\.weight", name):
@@ -279,7 +274,7 @@ def dropped_lm_head(d: DraftFiles) -> Iterator[str]:
 
 def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
     """The draft's tokenizer against the target's and against the one recorded in training."""
-    if not has_file(d.path, "tokenizer_config.json"):
+    if not d.has_file("tokenizer_config.json"):
         yield "there are no tokenizer files: copy the target's"
         return
     tokenizer = load_tokenizer(d.path)
@@ -288,20 +283,24 @@ def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
         found = disagreement(tokenizer, load_tokenizer(d.target.name))
         if found is not None:
             yield f"its tokenizer decodes the same ids to other text than the target's: {found}"
-    recorded = read_metadata(d.path).tokenizer_hash or own
+    recorded = d.facts.tokenizer_hash or own
     if recorded != own:
         yield f"its tokenizer is {own}, and it was trained with {recorded}"
 
 
-def rope_missing(d: DraftFiles) -> Iterator[str]:
-    theta = (d.get("rope_parameters") or {}).get("rope_theta", d.config.get("rope_theta"))
-    if d.get("model_type") in ("llama", "qwen2", "qwen3", "mistral") and theta is None:
-        yield "neither rope_theta nor rope_parameters is set: engines use their default"
+rope_missing = when(
+    lambda d: (
+        d.get("model_type") in ("llama", "qwen2", "qwen3", "mistral")
+        and d.config.get("rope_theta") is None
+        and (d.get("rope_parameters") or {}).get("rope_theta") is None
+    ),
+    "neither rope_theta nor rope_parameters is set: engines use their default",
+)
 
 
 def full_head(d: DraftFiles) -> Iterator[str]:
     """A reduced vocabulary, which only this project's decoder reads, and other tokens with rows of their own."""
-    if has_file(d.path, VOCAB_FILE) and not others_are_silent(d):
+    if d.has_file(VOCAB_FILE) and not others_are_silent(d):
         yield (
             f"{VOCAB_FILE} is not read: the engine also drafts tokens that were left out in training: serve the copy "
             "that scripts/export.py --format hf writes"

@@ -5,6 +5,7 @@ the two halves of a rotation alternate; those of other architectures stay as tra
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,22 +18,14 @@ from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_toke
 from decode.common.errors import UserError
 from decode.drafts.causal import load_ids
 from decode.model.formats.gguf_files import PRE_TOKENIZERS
-from decode.model.loading import (
-    end_ids,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from decode.model.loading import end_ids, load_config, load_model, load_tokenizer
 from decode.model.vocabularies import disagreement
 
 Array = np.ndarray[Any, Any]
 GgufType = Literal["float32", "float16", "bfloat16"]
 """What matrices are stored as; vectors are float32 always."""
 
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-}
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 """GGUF's architecture for each model_type that is written."""
 TYPES = {
     "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -44,12 +37,10 @@ OTHER_CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 
 def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = "") -> None:
-    """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`.
-
-    With `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's
-    are silenced (`silence_other_tokens`).
-    UserError for an architecture, a RoPE or a tokenizer that is not written here, and for one other than the target's.
-    """
+    """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`. With
+    `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's are
+    silenced (`silence_other_tokens`). UserError for an architecture, a RoPE or a tokenizer that is not written here,
+    and for one other than the target's."""
     config, tokenizer = load_config(name, "model"), load_tokenizer(name)
     check_architecture(name, config)
     if target:  # either may have tokens beside the shared ones
@@ -59,7 +50,6 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
             raise UserError(
                 f"{name!r} and {target!r} disagree on token ids, {found}: llama.cpp takes one pair"
             )
-    vocabulary = byte_level_bpe(name, tokenizer)
     model = load_model(name, "model", "cpu", "float32")
     # The tensors decide: a head that was trained apart is there, whatever the config says of it.
     tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -76,34 +66,34 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
             "it gets as many as that"
         )
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_name(Path(name).stem)
-    writer.add_file_type(TYPES[dtype][1])
-    write_sizes(writer, model.config)
-    write_tokenizer(writer, tokenizer, vocabulary, model.config.vocab_size)
-    write_special_tokens(writer, tokenizer, end_ids(name, config))
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    tensors = model.state_dict()
-    if tied:
-        del tensors["lm_head.weight"]  # llama.cpp takes the embedding
-    for key, value in tensors.items():
+    tensors: dict[str, Array] = {}
+    for key, value in model.state_dict().items():
+        if tied and key == "lm_head.weight":
+            continue  # llama.cpp takes the embedding
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise UserError(f"{name!r}: {key} has no name in GGUF: {OTHER_CONVERTER}")
-        add_tensor(writer, stored, in_gguf_order(key, value.float().numpy(), model.config), dtype)
-    finish(writer)
+        tensors[stored] = in_gguf_order(key, value.float().numpy(), model.config)
+    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
+    write_tokenizer(writer, name, tokenizer, end_ids(name, config), model.config.vocab_size)
+    write_file(writer, Path(name).stem, model.config, tensors, dtype)
 
 
-def add_tensor(writer: gguf.GGUFWriter, stored: str, array: Array, dtype: GgufType) -> None:
-    """Adds a tensor: a matrix as `dtype`, a vector in float32, whole numbers as they are."""
-    if array.dtype == np.int64:
-        writer.add_tensor(stored, array)
-        return
-    kind, _ = TYPES[dtype if array.ndim > 1 else "float32"]
-    writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
+def write_file(
+    writer: gguf.GGUFWriter, name: str, config: Any, tensors: Mapping[str, Array], dtype: GgufType
+) -> None:
+    """Writes the file, with what `writer` was given before: matrices as `dtype`, vectors in float32, whole numbers as
+    they are."""
+    writer.add_name(name)
+    writer.add_file_type(TYPES[dtype][1])
+    write_sizes(writer, config)
+    for stored, array in tensors.items():
+        if array.dtype == np.int64:
+            writer.add_tensor(stored, array)
+        else:
+            kind, _ = TYPES[dtype if array.ndim > 1 else "float32"]
+            writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -114,20 +104,20 @@ def check_architecture(name: str, config: Any) -> None:
     """UserError unless a GGUF of a known architecture computes what this model does."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    biases = [vars(config).get(key) for key in ("attention_bias", "mlp_bias")]
     reasons = {
-        f"is a {config.model_type} (known are {', '.join(ARCHITECTURES)})": config.model_type
-        not in ARCHITECTURES,
+        f"is a {config.model_type} (known are {', '.join(ARCHITECTURES)})": (
+            config.model_type not in ARCHITECTURES
+        ),
         f"has RoPE of type {rope}": rope != "default",
         "has a sliding window": layers != {"full_attention"},
-        "has biases": bool(
-            getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-        ),
+        "has biases": any(biases),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(
-                f"{name!r} {reason}, which is not written as GGUF here: {OTHER_CONVERTER}"
-            )
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise UserError(
+            f"{name!r} {found[0]}, which is not written as GGUF here: {OTHER_CONVERTER}"
+        )
 
 
 def in_gguf_order(key: str, array: Array, config: Any) -> Array:
@@ -142,18 +132,21 @@ def in_gguf_order(key: str, array: Array, config: Any) -> Array:
 def write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     """The keys that describe the model's shape."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    for add, value in (
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_key_length, head),
+        (writer.add_value_length, head),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_rope_dimension_count, head),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_vocab_size, config.vocab_size),
+    ):
+        add(value)
 
 
 def byte_level_bpe(name: str, tokenizer: Any) -> tuple[str, list[str]]:
@@ -182,10 +175,11 @@ def _cuts(pre_tokenizer: dict[str, Any]) -> Any:
 
 
 def write_tokenizer(
-    writer: gguf.GGUFWriter, tokenizer: Any, vocabulary: tuple[str, list[str]], rows: int
+    writer: gguf.GGUFWriter, name: str, tokenizer: Any, ends: list[int], rows: int
 ) -> None:
-    """The keys of the vocabulary and the chat template. Ids behind the tokenizer's, up to `rows`, are unused tokens."""
-    split, merges = vocabulary
+    """The keys of the vocabulary, the chat template and special ids; `ends` end a text. Ids behind the tokenizer's, up
+    to `rows`, are unused tokens. UserError that names the model `name` for a tokenizer of another kind."""
+    split, merges = byte_level_bpe(name, tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = [gguf.TokenType.NORMAL] * len(tokens)
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -203,9 +197,7 @@ def write_tokenizer(
     if template:
         writer.add_chat_template(template)
 
-
-def write_special_tokens(writer: gguf.GGUFWriter, tokenizer: Any, ends: list[int]) -> None:
-    """The keys of special ids. A GGUF has three names for ids that end a text; further ones are left out."""
+    # A GGUF has three names for ids that end a text; further ones are left out.
     ends = sorted(ends, key=lambda number: number != tokenizer.eos_token_id)
     special = {
         **dict(zip(("eos", "eot", "eom"), ends, strict=False)),

@@ -4,7 +4,6 @@ The file is written from the module that decodes here, not from config.json, and
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,68 +24,47 @@ from decode.serving.rules import check_rules, read_draft, read_target
 KeyValue = int | bool | list[int]
 
 
-@dataclass(frozen=True)
-class HeadContent:
-    """What a GGUF of heads holds beside sizes and the tokenizer."""
-
-    architecture: str
-    config: Any
-    """Of the module: its sizes."""
-    keys: Mapping[str, KeyValue]
-    """By their names behind the architecture."""
-    tensors: Mapping[str, Array]
-    """By GGUF's names. Only `d2t` holds integers."""
-    mask_token: int | None
-
-
 def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -> None:
-    """Writes the heads in the folder or on the Hub `name` to the file `out`, matrices as `dtype`.
-
-    UserError, before anything is written, for heads that llama.cpp's graph does not compute, for a target whose states
-    it does not hand out, for heads that do not load here, and for a tokenizer that is not written here.
-    """
+    """Writes the heads in the folder or on the Hub `name` to the file `out`, matrices as `dtype`. UserError, before
+    anything is written, for heads that llama.cpp's graph does not compute, for a target whose states it does not hand
+    out, for heads that do not load here, and for a tokenizer that is not written here."""
     if not target:
         raise UserError("a GGUF of heads holds the target's tokenizer: give --target")
-    content = head_content(name, target)
-    tokenizer = load_tokenizer(target)
-    vocabulary = gguf_export.byte_level_bpe(target, tokenizer)
-    writer = gguf.GGUFWriter(out, content.architecture)
-    writer.add_name(Path(name).stem)
-    writer.add_file_type(gguf_export.TYPES[dtype][1])
-    gguf_export.write_sizes(writer, content.config)
-    for key, value in content.keys.items():
-        full = f"{content.architecture}.{key}"
+    family, net, keys, tensors = head_content(name, target)
+    ends = end_ids(target, load_config(target, "target"))
+    architecture = llamacpp.HEADS[family].architecture
+    writer = gguf.GGUFWriter(out, architecture)
+    tokenizer, rows = load_tokenizer(target), net.config.vocab_size
+    gguf_export.write_tokenizer(writer, target, tokenizer, ends, rows)
+    for key, value in keys.items():
+        full = f"{architecture}.{key}"
         if isinstance(value, bool):
             writer.add_bool(full, value)
         elif isinstance(value, int):
             writer.add_uint32(full, value)
         else:
             writer.add_array(full, value)
-    gguf_export.write_tokenizer(writer, tokenizer, vocabulary, content.config.vocab_size)
-    ends = end_ids(target, load_config(target, "target"))
-    gguf_export.write_special_tokens(writer, tokenizer, ends)
-    if content.mask_token is not None:
-        writer.add_mask_token_id(content.mask_token)
-    for stored, array in content.tensors.items():
-        gguf_export.add_tensor(writer, stored, array, dtype)
-    gguf_export.finish(writer)
+    if isinstance(net, DFlashModel):
+        writer.add_mask_token_id(net.mask_token)
+    gguf_export.write_file(writer, Path(name).stem, net.config, tensors, dtype)
 
 
-def head_content(name: str, target: str) -> HeadContent:
-    """The keys and tensors of heads for this target. UserError as in `write_head`."""
-    draft = read_draft(name, read_target(target, tokenizer=False))
+def head_content(
+    name: str, target: str
+) -> tuple[str, Eagle3Model | DFlashModel, dict[str, KeyValue], dict[str, Array]]:
+    """(the family, the module, its keys by their names behind the architecture, its tensors by GGUF's names) of heads
+    for this target. Only `d2t` holds integers. UserError as in `write_head`."""
+    target_info = read_target(target, tokenizer=False)
+    draft = read_draft(name, target_info)
     found = check_rules(draft, llamacpp.HEAD_RULES, llamacpp.LLAMACPP.version)
     if found:
         raise UserError(f"draft {name!r} is not written as GGUF: {found[0].what}")
     loaded: Any = load_without_target(name, target)
-    net: Eagle3Model | DFlashModel = loaded.net
-    mask_token = net.mask_token if isinstance(net, DFlashModel) else None
-    config, family = net.config, draft.family
-    tensors = head_tensors(family, net)
+    tensors = head_tensors(draft.family, loaded.net)
     if not any(file.endswith("lm_head.weight") for file in importers.tensor_files(draft.path)):
         tensors.pop("output.weight", None)  # the target's, which llama.cpp takes by itself
-    keys = head_keys(family, net, draft.target.config if draft.target else {})
-    return HeadContent(llamacpp.HEADS[family].architecture, config, keys, tensors, mask_token)
+    keys = head_keys(draft.family, loaded.net, target_info.config)
+    return draft.family, loaded.net, keys, tensors
 
 
 def head_keys(

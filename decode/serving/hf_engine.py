@@ -1,27 +1,20 @@
 """The rules of transformers' `assistant_model=`, which takes causal LMs only."""
 
-from collections.abc import Iterator
-
 from decode.model.loading import load_config
 from decode.serving import family_rules as family
-from decode.serving.engine import (
-    AcceptanceRule,
-    Served,
-    ServedDraft,
-    ServingEngine,
-    shell_script,
-)
+from decode.serving.engine import AcceptanceRule, Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.rules import (
     COMMON_RULES,
     HEAD_FAMILIES,
     IGNORED,
     REFUSED,
     SILENT,
-    ContextAtLeastTargets,
+    Check,
     DraftFiles,
     Rule,
-    Unsupported,
+    context_at_least_targets,
     dtype_mismatch,
+    unsupported,
     vocab_size_mismatch,
 )
 
@@ -32,30 +25,28 @@ CANDIDATES = (
 MODELING = "transformers/modeling_utils.py, 5.23"
 
 
-def learned_positions(d: DraftFiles) -> bool:
-    """Whether positions are rows of a table, which ends."""
-    return "rope_parameters" not in load_config(d.path, "draft").to_dict()
+def context(learned: bool, what: str) -> Check:
+    """The check of contexts of drafts whose positions are rows of a table, which ends (`learned`), or of the others."""
+    short = context_at_least_targets(what)
 
+    def check(d: DraftFiles) -> list[str]:
+        is_learned = "rope_parameters" not in load_config(d.path, "draft").to_dict()
+        return list(short(d)) if is_learned == learned else []
 
-def overrun(d: DraftFiles) -> Iterator[str]:
-    """A table of positions that is shorter than the target's texts."""
-    end = ContextAtLeastTargets("generation ends with an IndexError beyond it")
-    return end(d) if learned_positions(d) else iter(())
-
-
-def stretched(d: DraftFiles) -> Iterator[str]:
-    """RoPE that goes on beyond what the draft was made for."""
-    far = ContextAtLeastTargets("it drafts on beyond it, and few tokens are accepted there")
-    return iter(()) if learned_positions(d) else far(d)
+    return check
 
 
 RULES = (
     *COMMON_RULES,
-    Rule("heads", HEAD_FAMILIES, REFUSED, UTILS, Unsupported("assistant_model takes causal LMs, not heads")),
+    Rule("heads", HEAD_FAMILIES, REFUSED, UTILS, unsupported("assistant_model takes causal LMs, not heads")),
     Rule("dtype", ("causal",), IGNORED, MODELING, dtype_mismatch),
     Rule("vocabulary", ("causal",), REFUSED, f"{UTILS}: other sizes need both tokenizers", vocab_size_mismatch),
-    Rule("context", ("causal",), REFUSED, CANDIDATES, overrun),
-    Rule("context-rope", ("causal",), SILENT, CANDIDATES, stretched),
+    Rule("context", ("causal",), REFUSED, CANDIDATES, context(
+        True, "generation ends with an IndexError beyond it"
+    )),
+    Rule("context-rope", ("causal",), SILENT, CANDIDATES, context(
+        False, "it drafts on beyond it, and few tokens are accepted there"
+    )),
     *family.CAUSAL_RULES,
     Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", family.missing_tensors),
     Rule("shapes", ("causal",), REFUSED, MODELING, family.wrong_shapes),

@@ -8,41 +8,23 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from decode.checkpoints.eagle_layouts import NORM_FLAGS
 from decode.checkpoints.layouts import VOCAB_MAPS
-from decode.common.errors import UserError
 from decode.serving import family_rules as family
-from decode.serving import prometheus
-from decode.serving.engine import LogReader, Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.log_counts import (
-    EngineLog,
-    PrintedLine,
-    RequestCounts,
-    Response,
-    answer_tokens,
-    checked,
-    first_choice,
-    log_lines,
-    number,
-    numbers,
-    part,
-    prompt_tokens,
-    read_count,
-    recover,
-)
+from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
+from decode.serving.engine_logs import LLAMACPP_LOG
 from decode.serving.rules import (
     COMMON_RULES,
     IGNORED,
     REFUSED,
     SILENT,
-    ContextAtLeastTargets,
     DraftFiles,
     Rule,
-    Unsupported,
+    context_at_least_targets,
     dtype_mismatch,
+    unsupported,
     vocab_size_mismatch,
 )
 
@@ -100,12 +82,9 @@ DSPARK_TENSORS = {
 class HeadFormat:
     """How the heads of a family are written as GGUF. `d2t` and `rope_freqs.weight` are computed, not copied."""
 
-    architecture: str
-    """`general.architecture`, with which the names of keys begin."""
-    tensors: Mapping[str, str]
-    """GGUF's name for each of our tensors; N is a layer's number."""
-    norm_flags: tuple[str, ...] = ()
-    """The norm flags of config.json that are keys."""
+    architecture: str  # `general.architecture`, with which the names of keys begin
+    tensors: Mapping[str, str]  # GGUF's name for each of our tensors; N is a layer's number
+    norm_flags: tuple[str, ...] = ()  # the norm flags of config.json that are keys
     alternates: bool = False
     """In the rows of queries and keys the two halves of a rotation alternate."""
 
@@ -130,8 +109,7 @@ STATE_TARGETS = (
     "muse_glimmer",
 )
 """model_type, without `_text`, of the targets whose graphs hand out hidden states."""
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Types of RoPE that are frequencies alone."""
+ROPE_TYPES = ("default", "linear", "llama3")  # types of RoPE that are frequencies alone
 
 
 def gguf_name(family: str, name: str) -> str | None:
@@ -205,15 +183,15 @@ HEAD_RULES = (
     Rule("activation", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", wrong_activation),
     Rule("rope-type", tuple(HEADS), SILENT, "this project's exporter", unwritten_rope),
     Rule("window", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", sliding_window),
-    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no EAGLE-1")),
-    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, Unsupported(
+    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, unsupported("llama.cpp has no EAGLE-1")),
+    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, unsupported(
         "llama.cpp has no P-EAGLE: its eagle3 drafts one token a pass, without mask_hidden"
     )),
-    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no Medusa")),
-    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, Unsupported(
+    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, unsupported("llama.cpp has no Medusa")),
+    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, unsupported(
         "llama.cpp has no parallel drafting with a language model: it would run this one token by token, without masks"
     )),
-    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, Unsupported(
+    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, unsupported(
         "an MTP layer is no head of its own in llama.cpp but part of its target's GGUF: convert the target with "
         "llama.cpp's convert_hf_to_gguf.py"
     )),
@@ -224,7 +202,7 @@ RULES = (
     *COMMON_RULES,
     Rule("dtype", ("causal", *HEADS), IGNORED, "this project's exporter: --dtype", dtype_mismatch),
     Rule("vocabulary", ("causal", *HEADS), REFUSED, f"{EAGLE3_CPP}, {DFLASH_CPP}", vocab_size_mismatch),
-    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, ContextAtLeastTargets(
+    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, context_at_least_targets(
         "it drafts on beyond it, and few tokens are accepted there"
     )),
     *HEAD_RULES,
@@ -269,164 +247,6 @@ def serving_files(d: ServedDraft) -> dict[str, str]:
     return {"llamacpp.sh": "\n".join(lines) + shell_script([*words, *served.options], d.revision)}
 
 
-# ---- its logs ----
-
-TASK = re.compile(r"\bid +\d+ \| task +(-?\d+) \|")
-LONGEST_DRAFT = 64
-"""Tokens of the longest draft of any kind that llama-server has by default: so many a stop string may cut off."""
-
-
-def read_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without timings. A response without draft_n drafted nothing.
-
-    Neither verification steps nor positions are in it. Each pass after prefill emits its accepted drafts and one more
-    token, so they are predicted_n − 1 − draft_n_accepted; passes that drafted nothing are among them, and the last one
-    may have been cut at the end of the answer.
-    """
-    timings = body.get("timings")
-    if not isinstance(timings, Mapping):
-        raise UserError(f"{where} has no timings: log what llama-server answers")
-    predicted = read_count(timings, "predicted_n", where)
-    usage = part(body, "usage")
-    length, read = (
-        answer_tokens(body, usage),
-        prompt_tokens({"prompt_tokens": body.get("tokens_evaluated"), **usage}),
-    )
-    if length not in (None, predicted):
-        raise UserError(
-            f"{where}: timings of {predicted} tokens contradict the answer's length of {length}: the counts are of "
-            "another request, or the log is damaged"
-        )
-    if "draft_n" not in timings:
-        return RequestCounts(max(0, predicted - 1), 0, 0, prompt_tokens=read)
-    drafted, accepted = (read_count(timings, key, where) for key in ("draft_n", "draft_n_accepted"))
-    checked(RequestCounts(None, drafted, accepted), where)
-    stop = str(body.get("stop_type", "")), str(first_choice(body).get("finish_reason"))
-    cut = LONGEST_DRAFT if "word" in stop or "stop" in stop else 0
-    rounds = _rounds(predicted, drafted, accepted, cut, where)
-    return checked(RequestCounts(rounds, drafted, accepted, prompt_tokens=read), where)
-
-
-def _rounds(tokens: int, drafted: int, accepted: int, cut: int, where: str) -> int:
-    """Passes after prefill of an answer of `tokens`. UserError if it is shorter than its accepted tokens.
-
-    A stop string may have cut off up to `cut` of them.
-    """
-    if accepted > max(0, tokens - 1) + cut:
-        raise UserError(
-            f"{where}: {accepted} accepted of {drafted} drafted tokens contradict the answer's length of {tokens}: "
-            "the counts are of another request, or the log is damaged"
-        )
-    return max(int(drafted > 0), tokens - 1 - accepted)
-
-
-@dataclass
-class _PrintedRequest:
-    """What the log says of one request."""
-
-    task: int
-    tokens: int | None = None
-    line: PrintedLine | None = None
-    where: str = ""
-
-
-def read_printed(text: str, path: str) -> EngineLog:
-    """The requests in a server's log, in the order in which they were asked. UserError that names a line whose figures
-    contradict each other. A request without a line on drafts drafted nothing.
-
-    Newer versions tell the rounds with a draft and the positions too.
-    """
-    current: dict[int, _PrintedRequest] = {}
-    requests: list[_PrintedRequest] = []
-
-    def begin(task: int) -> None:
-        current[task] = _PrintedRequest(task)
-        requests.append(current[task])
-
-    task = -1
-    for where, line in log_lines(text, path):
-        named = TASK.search(line)
-        task = int(named[1]) if named else task  # older versions name it once, above several lines
-        if "prompt eval time =" in line and "tokens (" in line:
-            begin(task)
-        elif "eval time =" in line and task in current:
-            tokens = number(r"/ +(\d+) tokens", line, where)
-            current[task].tokens = None if tokens is None else int(tokens)
-        elif DRAFTS.search(line):
-            if (
-                task not in current or current[task].line is not None
-            ):  # the log begins or goes on here
-                begin(task)
-            current[task].line, current[task].where = _printed_line(line, where), where
-        elif "acc per pos = (" in line and task in current:
-            known = current[task].line
-            if known is not None:
-                rates = numbers(r"acc per pos = \(([\d., ]*)\)", line)
-                current[task].line = replace(known, rates=rates)
-    told = [x for x in requests if x.tokens is not None or x.line is not None]
-    if len({x.task for x in told}) == len(told):  # else the server was started again
-        told.sort(key=lambda x: x.task)
-    counts = [_printed_counts(x) for x in told]
-    if not any(x.drafted for x in counts):
-        raise UserError(f"{path}: no request drafted a token: speculative decoding was off")
-    notes = [
-        "rounds derived: tokens of the answer − 1 − accepted; a request without a line on drafts drafted nothing"
-    ]
-    if any(x.rounds is None for x in counts):
-        notes.append(
-            "not every request has its eval time in this log, so its rounds and τ are not known"
-        )
-    return EngineLog(path, "llamacpp", counts, notes=tuple(notes))
-
-
-def _printed_line(line: str, where: str) -> PrintedLine:
-    found = re.search(r"= *([\d.]+) *\( *(\d+) accepted / *(\d+) generated\)", line)
-    if found is None:
-        raise UserError(
-            f"{where} has no numbers of accepted and generated tokens: the line is cut off, drop it"
-        )
-    rate, accepted, drafted = float(found[1]), int(found[2]), int(found[3])
-    if drafted == 0 or abs(accepted / drafted - rate) > 2e-5:
-        raise UserError(
-            f"{where}: {accepted} accepted of {drafted} drafted tokens are not {found[1]}: the line is damaged"
-        )
-    length = number(r"mean (?:len|acceptance length) = *([\d.]+)", line, where, float)
-    rates = numbers(r"acceptance rate per position = \(([\d., ]*)\)", line)
-    return PrintedLine(drafted, accepted, length, rates)
-
-
-def _printed_counts(request: _PrintedRequest) -> RequestCounts:
-    tokens, line = request.tokens, request.line
-    if line is None:
-        return RequestCounts(max(0, (tokens or 0) - 1), 0, 0)
-    counts = recover(line, request.where).counts
-    if tokens is None:
-        return RequestCounts(None, line.drafted, line.accepted, engine_length=line.length)
-    # a stop string cuts off no more than a draft has positions
-    rounds = _rounds(tokens, line.drafted, line.accepted, len(line.rates), request.where)
-    known = counts.rounds or 0
-    if known > rounds + max(1, len(line.rates)):
-        raise UserError(
-            f"{request.where}: {known} rounds with a draft and {line.accepted} accepted tokens contradict the answer's "
-            f"length of {tokens}: the log is damaged"
-        )
-    found = replace(counts, rounds=max(rounds, known), engine_length=line.length)
-    return checked(found, request.where)
-
-
-DRAFTS = re.compile(r"\bdraft acceptance(?: rate)? = ")
-"""In a line of its log that counts the drafts of a request."""
-LOG = LogReader(
-    lambda body: isinstance(body.get("timings"), Mapping),
-    read_response,
-    note="rounds derived: predicted_n − 1 − draft_n_accepted; no positions in these responses, so no α",
-    figures="llama.cpp prints an acceptance rate and a mean length for each request, so averages of its lines are "
-    "means of requests; its /metrics count rounds with a draft, over all requests.",
-    mark=re.compile(rf"{DRAFTS.pattern}|\bprint_timings?: +id "),
-    printed=read_printed,
-    dump=partial(prometheus.read_totals, "llamacpp"),
-)
-
 HEADS_FOR = (
     "of November 2026, for targets whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 "
     "is not"
@@ -446,5 +266,5 @@ LLAMACPP = ServingEngine(
     files=serving_files,
     note="{versions}. scripts/export.py, from a checkout of draftsmith, writes GGUF files of drafts, and of Llama and "
     "Qwen 2 targets; a GGUF of the target from elsewhere will do if its tokenizer is the same",
-    log=LOG,
+    log=LLAMACPP_LOG,
 )

@@ -5,7 +5,6 @@ Some are behind a line that a server printed: it has whole numbers of drafted an
 which numbers of rounds print as these figures.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +15,14 @@ import numpy as np
 
 from decode.common.errors import UserError
 
-Response = Mapping[str, Any]
-"""An engine's answer to one request, as it came."""
+Response = Mapping[str, Any]  # an engine's answer to one request, as it came
 
 
 @dataclass(frozen=True)
 class RequestCounts:
     """Rounds and drafts of one request, or of a server's whole life. Neither prefill nor bonus tokens are drafts."""
 
-    rounds: int | None
-    """Verification steps; None: the log does not say."""
+    rounds: int | None  # verification steps; None: the log does not say
     drafted: int
     accepted: int
     """Drafted tokens that were accepted, without the token that the target adds in each round."""
@@ -33,8 +30,7 @@ class RequestCounts:
     """Rounds that accepted position 1, 2, … K; empty if the log does not say."""
     reached_at: tuple[int, ...] = ()
     """Rounds that drafted position 1, 2, … K and accepted all before it; empty if the log does not say."""
-    prompt: str = ""
-    """What names the prompt in the log; empty: nothing does."""
+    prompt: str = ""  # what names the prompt in the log; empty: nothing does
     prompt_tokens: int | None = None
     engine_length: float | None = None
     """The acceptance length that the engine itself prints for this request."""
@@ -48,8 +44,7 @@ class FailedRequest:
 
     where: str
     reason: str
-    index: int
-    """Its place among all requests of the log, from 0."""
+    index: int  # its place among all requests of the log, from 0
     prompt: str = ""
 
 
@@ -72,27 +67,24 @@ class EngineLog:
 
 def checked(counts: RequestCounts, where: str) -> RequestCounts:
     """The counts. UserError if they contradict each other: then their fields are swapped, or mean something else."""
-    histogram, rounds = counts.accepted_at, counts.rounds
-    wrong = (
-        counts.accepted > counts.drafted,
-        counts.drafted > 0 and rounds == 0,
-        len(histogram) > 0 and sum(histogram) != counts.accepted,
-        rounds is not None and any(n > rounds for n in histogram),
-    )
-    if any(wrong):
+    at, rounds = counts.accepted_at, counts.rounds
+    if (
+        counts.accepted > counts.drafted
+        or (counts.drafted > 0 and rounds == 0)
+        or (at and sum(at) != counts.accepted)
+        or (rounds is not None and any(n > rounds for n in at))
+    ):
         raise UserError(
-            f"{where}: {counts.rounds} rounds, {counts.drafted} drafted and {counts.accepted} accepted tokens do not "
+            f"{where}: {rounds} rounds, {counts.drafted} drafted and {counts.accepted} accepted tokens do not "
             "fit together: the log is damaged or of another version"
         )
     return counts
 
 
 def check_answer(counts: RequestCounts, tokens: int | None, all_steps: bool, where: str) -> None:
-    """UserError if an answer of `tokens` (None: it is not known) cannot have had these counts.
-
-    Each round adds its accepted tokens and one more to that of prefill. Only the last round may be cut, at the end of
-    the answer. With `all_steps` every step of the answer is among the rounds, so that they have to suffice for it.
-    """
+    """UserError if an answer of `tokens` (None: it is not known) cannot have had these counts. Each round adds its
+    accepted tokens and one more to that of prefill. Only the last round may be cut, at the end of the answer. With
+    `all_steps` every step of the answer is among the rounds, so that they have to suffice for it."""
     if not counts.rounds or tokens is None:
         return
     depth = max(len(counts.accepted_at), -(-counts.drafted // counts.rounds))
@@ -173,10 +165,8 @@ def prompt_tokens(usage: Response) -> int | None:
 
 # ---- lines that a server printed ----
 
-LENGTH_ERROR = 0.005 + 1e-9
-"""Half of the last digit of a mean length."""
-RATE_ERROR = 0.0005 + 1e-9
-"""Half of the last digit of a rate by position."""
+LENGTH_ERROR, RATE_ERROR = 0.005 + 1e-9, 0.0005 + 1e-9
+"""Half of the last digit of a mean length, and of a rate by position."""
 
 
 @dataclass(frozen=True)
@@ -193,86 +183,49 @@ class PrintedLine:
 class Recovered:
     counts: RequestCounts
     """With the rounds that drafted something; None if the line does not tell them."""
-    fewest: int
-    most: int
-    """Between these lies the number of rounds."""
+    fewest: int = 0  # between this and `most` lies the number of rounds
+    most: int = 0
 
 
 def recover(line: PrintedLine, where: str) -> Recovered:
-    """The counts of a line. UserError if no number of rounds prints as its figures.
-
-    If several do, the rounds are those in which each drafts all positions, or else those in the middle. α is given
-    only where rounds and positions are certain and every round drafted all positions.
-    """
-    if line.accepted > line.drafted:
-        raise _contradiction(line, where)
-    if line.length is None:
-        return Recovered(RequestCounts(None, line.drafted, line.accepted), 0, 0)
-    rounds = _possible_rounds(line)
-    if len(rounds) == 0:
-        raise _contradiction(line, where)
-    fewest, most, depth = int(rounds[0]), int(rounds[-1]), len(line.rates)
-    full = line.drafted // depth if depth and line.drafted % depth == 0 else -1
-    chosen = full if full in rounds else int(rounds[len(rounds) // 2])
-    low, high = _position_bounds(line, chosen)
-    accepted_at = [
-        min(max(round(rate * chosen), int(least)), int(greatest))
-        for rate, least, greatest in zip(line.rates, low, high, strict=True)
-    ]
-    for i in range(depth):  # moved within what their rates allow until they add up
-        missing = line.accepted - sum(accepted_at)
-        accepted_at[i] = min(max(accepted_at[i] + missing, int(low[i])), int(high[i]))
-    certain = fewest == most and depth > 0 and bool((low == high).all())
-    reached = (chosen, *accepted_at[:-1]) if certain and chosen * depth == line.drafted else ()
-    counts = RequestCounts(chosen, line.drafted, line.accepted, tuple(accepted_at), reached)
-    return Recovered(counts, fewest, most)
-
-
-def _possible_rounds(line: PrintedLine) -> np.ndarray:
-    """Every number of rounds that prints as the line's figures, ascending."""
-    extra = (line.length or 1.0) - 1
-    fewest, most = 1, line.drafted  # each of these rounds drafted at least one token
-    if line.accepted:
-        fewest = (
-            math.ceil(line.accepted / (extra + LENGTH_ERROR)) if extra > -LENGTH_ERROR else most + 1
+    """The counts of a line. UserError if no number of rounds prints as its figures. If several do, the rounds are those
+    in which each drafts all positions, or else those in the middle. α is given only where rounds and positions are
+    certain and every round drafted all positions."""
+    drafted, accepted, depth = line.drafted, line.accepted, len(line.rates)
+    if line.length is None and accepted <= drafted:
+        return Recovered(RequestCounts(None, drafted, accepted))
+    # Each round drafted at least one token, and at most one for each position.
+    rounds = np.arange(-(-drafted // depth) if depth else 1, drafted + 1)
+    rates = np.array(line.rates)[:, None]
+    # Least and greatest accepted tokens [K, n] that print as each rate over each number of rounds.
+    low = np.ceil(np.maximum(rates - RATE_ERROR, 0) * rounds).astype(np.int64)
+    high = np.floor((rates + RATE_ERROR) * rounds).astype(np.int64)
+    fits = abs(1 + accepted / rounds - (line.length or 0)) <= LENGTH_ERROR
+    if depth:
+        fits &= (low <= high).all(0) & (low.sum(0) <= accepted) & (accepted <= high.sum(0))
+    possible = rounds[fits]
+    if accepted > drafted or len(possible) == 0:
+        length = "" if line.length is None else f" at a mean length of {line.length:g}"
+        shown = f" and rates {', '.join(f'{x:g}' for x in line.rates)}" if depth else ""
+        raise UserError(
+            f"{where}: {accepted} accepted of {drafted} drafted tokens{length}{shown} do not fit together: the line is "
+            "damaged or of another version"
         )
-        if extra > LENGTH_ERROR:
-            most = min(most, math.floor(line.accepted / (extra - LENGTH_ERROR)))
-    elif extra > LENGTH_ERROR:
-        return np.arange(0)
-    if line.rates:
-        fewest = max(fewest, -(-line.drafted // len(line.rates)))
-    rounds = np.arange(fewest, most + 1)
-    if line.rates and len(rounds):
-        low, high = _rate_bounds(line.rates, rounds)
-        fits = (low <= high).all(0) & (low.sum(0) <= line.accepted) & (line.accepted <= high.sum(0))
-        rounds = rounds[fits]
-    return rounds
-
-
-def _rate_bounds(rates: Sequence[float], rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest accepted tokens [K, n] that print as each rate over each number of rounds."""
-    column = np.array(rates)[:, None]
-    low = np.ceil(np.maximum(column - RATE_ERROR, 0) * rounds)
-    return low.astype(np.int64), np.floor((column + RATE_ERROR) * rounds).astype(np.int64)
-
-
-def _position_bounds(line: PrintedLine, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest accepted tokens [K] of each position; they also have to add up to all accepted ones."""
-    low, high = (bound[:, 0] for bound in _rate_bounds(line.rates, np.array([rounds])))
-    return (
-        np.maximum(low, line.accepted - high.sum() + high),
-        np.minimum(high, line.accepted - low.sum() + low),
+    full = drafted // depth if depth and drafted % depth == 0 else -1
+    chosen = full if full in possible else int(possible[len(possible) // 2])
+    low, high = low[:, chosen - rounds[0]], high[:, chosen - rounds[0]]
+    low, high = (
+        np.maximum(low, accepted - high.sum() + high),
+        np.minimum(high, accepted - low.sum() + low),
     )
-
-
-def _contradiction(line: PrintedLine, where: str) -> UserError:
-    length = "" if line.length is None else f" at a mean length of {line.length:g}"
-    rates = f" and rates {', '.join(f'{x:g}' for x in line.rates)}" if line.rates else ""
-    return UserError(
-        f"{where}: {line.accepted} accepted of {line.drafted} drafted tokens{length}{rates} do not fit together: "
-        "the line is damaged or of another version"
-    )
+    at = np.clip(np.round(rates[:, 0] * chosen).astype(np.int64), low, high)
+    for i in range(depth):  # moved within what their rates allow until they add up
+        at[i] = np.clip(at[i] + accepted - at.sum(), low[i], high[i])
+    accepted_at = tuple(at.tolist())
+    certain = depth > 0 and len(possible) == 1 and bool((low == high).all())
+    reached = (chosen, *accepted_at[:-1]) if certain and chosen * depth == drafted else ()
+    counts = RequestCounts(chosen, drafted, accepted, accepted_at, reached)
+    return Recovered(counts, int(possible[0]), int(possible[-1]))
 
 
 def number(pattern: str, line: str, where: str, kind: Callable[[str], float] = int) -> float | None:
@@ -293,5 +246,4 @@ def numbers(pattern: str, line: str) -> tuple[float, ...]:
 
 
 def log_lines(text: str, path: str) -> list[tuple[str, str]]:
-    """("path:line", line) of a server's log."""
     return [(f"{path}:{n}", line.rstrip("\r")) for n, line in enumerate(text.split("\n"), 1)]

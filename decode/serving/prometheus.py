@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from decode.common.errors import UserError
 from decode.common.files import read_text
@@ -12,10 +12,8 @@ from decode.serving.log_counts import EngineLog, RequestCounts, checked
 SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?"
 )
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
-Samples = dict[tuple[str, str], float]
-"""{(name without _total, labels as written): value}."""
+Samples = dict[tuple[str, str], float]  # {(name without _total, labels as written): value}
 
 
 def read_dump(path: str, before: str = "", gauges: Collection[str] = ()) -> Samples:
@@ -36,14 +34,12 @@ def parse(text: str, path: str) -> Samples:
             continue
         found = SAMPLE.fullmatch(line.strip())
         try:
-            value = float(found["value"]) if found else math.nan
+            value = float(found["value"] if found else "no value")
         except ValueError:
-            found = None
-        if found is None:
             raise UserError(
                 f"{path}:{number} is no line of a /metrics dump: give the text that the server sent"
-            )
-        if math.isfinite(value):
+            ) from None
+        if found and math.isfinite(value):
             samples[found["name"].removesuffix("_total"), found["labels"] or ""] = value
     return samples
 
@@ -56,16 +52,6 @@ def total(samples: Samples, name: str, path: str) -> int:
     if min(values) < 0:
         raise UserError(f"{name} is lower in {path} than in the dump before: give dumps of one run")
     return round(sum(values))
-
-
-def totals_by(samples: Samples, name: str, label: str) -> Mapping[int, int]:
-    """{value of the label: sum of the counter over all other labels}, for a label of whole numbers."""
-    sums: dict[int, int] = defaultdict(int)
-    for (own, labels), value in samples.items():
-        key = dict(LABEL.findall(labels)).get(label, "")
-        if own == name and key.isdecimal():
-            sums[int(key)] += round(value)
-    return sums
 
 
 # ---- counters that engines have in common, each under its own prefix ----
@@ -88,7 +74,11 @@ def sum_samples(engine: str, samples: Samples, path: str) -> RequestCounts:
         raise UserError(
             f"{path}: {drafted} drafted tokens in {rounds} rounds with a draft: the log is damaged"
         )
-    positions = totals_by(samples, f"{prefix}accepted_tokens_per_pos", "position")
+    positions: dict[int, int] = defaultdict(int)
+    for (name, labels), value in samples.items():
+        position = re.search(r'\bposition="(\d+)"', labels)
+        if name == f"{prefix}accepted_tokens_per_pos" and position:
+            positions[int(position[1])] += round(value)
     accepted_at = tuple(positions[i] for i in sorted(positions))
     fixed = drafted == rounds * len(accepted_at)
     reached_at = (rounds, *accepted_at[:-1]) if fixed and accepted_at else ()

@@ -1,6 +1,6 @@
 """A draft's files as the rules read them, the rules themselves, and the checks that hold for every family.
 
-A check is a function (or an object that is called) from DraftFiles to sentences, one for each thing that is wrong.
+A check is a function from DraftFiles to sentences, one for each thing that is wrong.
 """
 
 import json
@@ -37,8 +37,7 @@ class TargetInfo:
 
     name: str
     config: HeadConfig
-    fingerprint: str | None
-    """Of its tokenizer; None if it was not loaded."""
+    fingerprint: str | None  # of its tokenizer; None if it was not loaded
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,27 @@ class DraftFiles:
 
     path: str
     family: str
-    raw_config: HeadConfig
-    """config.json."""
-    config: HeadConfig
-    """The same without nesting."""
-    tensors: Tensors
-    """By the names of our modules."""
-    name_in_file: dict[str, str]
-    """{name in `tensors`: name in the files}."""
+    raw_config: HeadConfig  # config.json
+    config: HeadConfig  # the same without nesting
+    tensors: Tensors  # by the names of our modules
+    name_in_file: dict[str, str]  # {name in `tensors`: name in the files}
     facts: DraftMetadata
-    """draftsmith.json; {} if there is none."""
     target: TargetInfo | None
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Every tensor that config.json implies, tied ones left out; {} if it lacks a size.
-
-        UserError if transformers makes no model of the config of a language model.
-        """
-        layout = LAYOUTS.get(self.family)
-        if layout is None:
-            return model_shapes(self.path)
-        return {} if layout.shapes is None else layout.shapes(self.config)
-
-    @property
-    def is_language_model(self) -> bool:
-        return self.family not in LAYOUTS
+        """Every tensor that config.json implies, tied ones left out; {} if it lacks a size. UserError if transformers
+        makes no model of the config of a language model."""
+        if self.family in LAYOUTS:
+            shapes = LAYOUTS[self.family].shapes
+            return {} if shapes is None else shapes(self.config)
+        try:
+            config = stated_config(self.path, "draft")
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            raise UserError(f"config.json of {self.path!r} makes no model: {error}") from error
+        return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
     @property
     def is_speculators_format(self) -> bool:
@@ -91,16 +85,12 @@ class DraftFiles:
     def get(self, key: str, default: Any = None) -> Any:
         return self.config.value(key, default)
 
+    def has_file(self, name: str) -> bool:
+        return (Path(self.path) / name).is_file()
 
-def model_shapes(path: str) -> Shapes:
-    """The tensors of the language model that transformers makes of a config, on the meta device."""
-    try:
-        config = stated_config(path, "draft")
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise UserError(f"config.json of {path!r} makes no model: {error}") from error
-    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+Check = Callable[[DraftFiles], Iterable[str]]
+"""What is wrong, one sentence each; nothing for a draft that keeps the rule."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +103,7 @@ class Rule:
     """REFUSED, SILENT or IGNORED: what the engine does with a draft that breaks the rule."""
     source: str
     """Where the requirement comes from: a source file of the engine, or a section of its documentation."""
-    check: Callable[[DraftFiles], Iterable[str]]
-    """What is wrong, one sentence each; nothing for a draft that keeps the rule."""
+    check: Check
     since: str = "0"
     before: str = "inf"
 
@@ -149,21 +138,9 @@ def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
         outer = {key: raw_config[key] for key in keys if raw_config.get(key) is not None}
         config = HeadConfig(layer | outer)
     own = {name: name if layout is None else layout.name(name) for name in tensors}
-    return DraftFiles(
-        path,
-        family,
-        raw_config,
-        config,
-        {own[name]: value for name, value in tensors.items()},
-        {own[name]: name for name in tensors},
-        facts,
-        target,
-    )
-
-
-def has_file(path: str, name: str) -> bool:
-    """Whether a draft's folder contains a file."""
-    return (Path(path) / name).is_file()
+    named = {own[name]: value for name, value in tensors.items()}
+    in_file = {own[name]: name for name in tensors}
+    return DraftFiles(path, family, raw_config, config, named, in_file, facts, target)
 
 
 def parse_version(text: str) -> tuple[float, ...]:
@@ -177,15 +154,55 @@ def parse_version(text: str) -> tuple[float, ...]:
 def check_rules(draft: DraftFiles, rules: Iterable[Rule], engine_version: str) -> list[Finding]:
     """The rules of this version that the draft breaks: refused first, then silent, then ignored."""
     version = parse_version(engine_version)
-    findings: list[Finding] = []
-    for rule in rules:
-        in_force = parse_version(rule.since) <= version < parse_version(rule.before)
-        if in_force and draft.family in rule.families:
-            findings += [
-                Finding(rule.name, rule.effect, what, rule.source) for what in rule.check(draft)
-            ]
+    findings = [
+        Finding(rule.name, rule.effect, what, rule.source)
+        for rule in rules
+        if draft.family in rule.families
+        and parse_version(rule.since) <= version < parse_version(rule.before)
+        for what in rule.check(draft)
+    ]
     order = (REFUSED, SILENT, IGNORED)
     return sorted(findings, key=lambda finding: order.index(finding.effect))
+
+
+# ---- how checks are made ----
+
+
+def when(applies: Callable[[DraftFiles], object], what: str) -> Check:
+    """The check whose one sentence holds of drafts to which `applies` says yes."""
+    return lambda d: [what] if applies(d) else []
+
+
+def unsupported(why: str) -> Check:
+    return lambda d: [why]
+
+
+def require_value(key: str, wanted: Any, default: Any = None) -> Check:
+    """The check that a setting of config.json has one value; `default` stands for an absent one."""
+    must = f"and must be {json.dumps(wanted)}"
+    return lambda d: (
+        [f"{key} is {json.dumps(value)} {must}" for value in [d.get(key, default)] if value != wanted]
+    )  # fmt: skip
+
+
+def require_keys(*keys: str) -> Check:
+    return lambda d: [f"config.json has no {key}" for key in keys if key not in d.config]
+
+
+def require_tensors(d: DraftFiles, names: Iterable[str]) -> list[str]:
+    return [f"{name} is missing" for name in names if name not in d.tensors]
+
+
+def context_at_least_targets(what: str) -> Check:
+    """The check that a draft can read as many tokens as its target; `what` happens with longer texts."""
+
+    def check(d: DraftFiles) -> Iterator[str]:
+        configs = [d.config, *([] if d.target is None else [d.target.config])]
+        own, *wanted = (c.get("max_position_embeddings") or c.get("n_positions") for c in configs)
+        if own is not None and wanted and wanted[0] is not None and own < wanted[0]:
+            yield f"the draft can read {own} tokens and the target {wanted[0]}: {what}"
+
+    return check
 
 
 # ---- checks on every family ----
@@ -211,9 +228,8 @@ def not_float_dtype(d: DraftFiles) -> Iterator[str]:
 
 
 def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
-    dtypes = {
-        str(v.dtype).removeprefix("torch.") for v in d.tensors.values() if v.is_floating_point()
-    }
+    floats = [value.dtype for value in d.tensors.values() if value.is_floating_point()]
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in floats}
     for key in ("dtype", "torch_dtype"):
         if d.config.get(key) is not None and {d.config[key]} != dtypes:
             yield f"{key} is {d.config[key]}, and the tensors are {', '.join(sorted(dtypes))}"
@@ -225,10 +241,9 @@ def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
 
 
 FILES_SOURCE = "the files themselves"
-HEAD_FAMILIES = ("medusa", "eagle1", "eagle3")
 EAGLE_FAMILIES = ("eagle1", "eagle3")
-COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)
-"""The families that every engine has rules for."""
+HEAD_FAMILIES = ("medusa", *EAGLE_FAMILIES)
+COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)  # the families that every engine has rules for
 ALL_FAMILIES = (*COVERED_EVERYWHERE, "pard", "peagle", "dflash", "dspark", "mtp")
 COMMON_RULES = (
     Rule("changed-since-training", ALL_FAMILIES, SILENT, FILES_SOURCE, changed_since_training),
@@ -236,68 +251,3 @@ COMMON_RULES = (
     Rule("floating", ALL_FAMILIES, REFUSED, FILES_SOURCE, not_float_dtype),
 )
 """Rules that hold in every engine, of the files alone."""
-
-
-def position_count(config: HeadConfig, default: int | None = None) -> int | None:
-    """Tokens that a model of this config.json can read; `default` where it names no number."""
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return default if found is None else int(found)
-
-
-@dataclass(frozen=True)
-class ContextAtLeastTargets:
-    """The check that a draft can read as many tokens as its target; `what` happens with longer texts."""
-
-    what: str
-    default: int | None = None
-    """Positions that the engine takes where config.json names none; None: it is no check then."""
-
-    def __call__(self, d: DraftFiles) -> Iterator[str]:
-        if d.target is None:
-            return
-        own, wanted = position_count(d.config, self.default), position_count(d.target.config)
-        if own is not None and wanted is not None and own < wanted:
-            yield f"the draft can read {own} tokens and the target {wanted}: {self.what}"
-
-
-def require_tensors(d: DraftFiles, names: Iterable[str]) -> Iterator[str]:
-    """Tensors that are not in the files."""
-    for name in names:
-        if name not in d.tensors:
-            yield f"{name} is missing"
-
-
-@dataclass(frozen=True)
-class RequireValue:
-    """The check that a setting of config.json has one value; `default` stands for an absent one."""
-
-    key: str
-    wanted: Any
-    default: Any = None
-
-    def __call__(self, d: DraftFiles) -> Iterator[str]:
-        value = d.get(self.key, self.default)
-        if value != self.wanted:
-            yield f"{self.key} is {json.dumps(value)} and must be {json.dumps(self.wanted)}"
-
-
-@dataclass(frozen=True)
-class RequireKeys:
-    """The check that settings are in config.json, with any value."""
-
-    keys: tuple[str, ...]
-
-    def __call__(self, d: DraftFiles) -> Iterator[str]:
-        for key in self.keys:
-            if key not in d.config:
-                yield f"config.json has no {key}"
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """The check that no draft of these families passes."""
-
-    why: str
-
-    def __call__(self, d: DraftFiles) -> Iterator[str]:
-        yield self.why

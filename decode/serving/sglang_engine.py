@@ -42,14 +42,15 @@ from decode.serving.rules import (
     IGNORED,
     REFUSED,
     SILENT,
-    ContextAtLeastTargets,
     DraftFiles,
-    RequireKeys,
-    RequireValue,
     Rule,
-    Unsupported,
+    context_at_least_targets,
     dtype_mismatch,
+    require_keys,
+    require_value,
+    unsupported,
     vocab_size_mismatch,
+    when,
 )
 
 EAGLE3_PY = "python/sglang/srt/models/llama_eagle3.py"
@@ -66,29 +67,6 @@ def wrong_architecture(d: DraftFiles) -> Iterator[str]:
         yield f"architectures {names} do not contain {ARCHITECTURES[d.family]}"
 
 
-def missing_fc_bias(d: DraftFiles) -> Iterator[str]:
-    """EAGLE-1's fc always has a bias in SGLang, which stays random where none is loaded."""
-    if "fc.bias" not in d.tensors:
-        yield "fc.bias is missing and stays random: save zeros"
-
-
-def dropped_layer_biases(d: DraftFiles) -> Iterator[str]:
-    return (what for what in family.dropped_biases(d) if not what.startswith("fc.bias"))
-
-
-def unread_layer_names(d: DraftFiles) -> Iterator[str]:
-    """Names of the layer that some older versions do not load."""
-    if any(name.startswith("layers.0.") for name in d.name_in_file.values()):
-        yield "tensors of the layer are named layers.0: some older versions drop them, all versions read midlayer"
-
-
-def ignored_aux_layer_ids(d: DraftFiles) -> Iterator[str]:
-    """Layer ids under vLLM's key only."""
-    nested_ids = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if d.config.get("eagle_aux_hidden_state_layer_ids") and not nested_ids:
-        yield "eagle_aux_hidden_state_layer_ids is ignored without eagle_config: the default layers are read"
-
-
 def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
     """SGLang reads only the key in `eagle_config`, plus one, else the default layers."""
     if d.target_layers is not None:
@@ -101,17 +79,13 @@ RULES = (
     *COMMON_RULES,
     Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", dtype_mismatch),
     Rule("vocabulary", ("causal", *EAGLE_FAMILIES), REFUSED, NOTES, vocab_size_mismatch),
-    Rule("context", ("causal", *EAGLE_FAMILIES), REFUSED, CONTEXT_PY, ContextAtLeastTargets(
+    Rule("context", ("causal", *EAGLE_FAMILIES), REFUSED, CONTEXT_PY, context_at_least_targets(
         "the server starts with --context-length of at most that alone, or with "
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and then few tokens are accepted beyond it"
     )),
-    Rule(
-        "medusa",
-        ("medusa",),
-        REFUSED,
-        f"{NOTES} has no Medusa among its algorithms",
-        Unsupported("SGLang has no Medusa: serve it with vLLM 0.32 or older"),
-    ),
+    Rule("medusa", ("medusa",), REFUSED, f"{NOTES} has no Medusa among its algorithms", unsupported(
+        "SGLang has no Medusa: serve it with vLLM 0.32 or older"
+    )),
     Rule("architecture", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, family.speculators_config),
     Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, family.norm_before_residual),
@@ -119,32 +93,38 @@ RULES = (
     Rule("shapes", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, family.wrong_shapes),
     Rule("missing-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.missing_tensors),
     Rule("unknown-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.unknown_tensors),
-    Rule("layer-name", ("eagle3",), SILENT, f"{EAGLE3_PY} at 03d5a77", unread_layer_names, before="0.5.23"),
-    Rule("dropped-bias", EAGLE_FAMILIES, SILENT, EAGLE3_PY, dropped_layer_biases),
+    Rule("layer-name", ("eagle3",), SILENT, f"{EAGLE3_PY} at 03d5a77", when(
+        lambda d: any(name.startswith("layers.0.") for name in d.name_in_file.values()),
+        "tensors of the layer are named layers.0: some older versions drop them, all versions read midlayer",
+    ), before="0.5.23"),
+    Rule("dropped-bias", EAGLE_FAMILIES, SILENT, EAGLE3_PY, lambda d: (
+        what for what in family.dropped_biases(d) if not what.startswith("fc.bias")
+    )),
     Rule("bias-flags", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.unfilled_bias_flags),
-    Rule("fc-bias", ("eagle1",), SILENT, EAGLE1_PY, missing_fc_bias),
-    Rule("activation", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, RequireValue("hidden_act", "silu")),
+    Rule("fc-bias", ("eagle1",), SILENT, EAGLE1_PY, when(
+        lambda d: "fc.bias" not in d.tensors, "fc.bias is missing and stays random: save zeros"
+    )),
+    Rule("activation", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, require_value("hidden_act", "silu")),
     Rule("layers", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.wrong_layer_count),
-    Rule("tied", ("eagle3",), SILENT, EAGLE3_PY, RequireValue("tie_word_embeddings", False, False)),
+    Rule("tied", ("eagle3",), SILENT, EAGLE3_PY, require_value("tie_word_embeddings", False, False)),
     Rule("rope", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.rope_mismatch),
-    Rule("rope-keys", EAGLE_FAMILIES, SILENT, "older versions read rope_theta", RequireKeys(("rope_theta",))),
-    Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, RequireKeys(("draft_vocab_size",))),
+    Rule("rope-keys", EAGLE_FAMILIES, SILENT, "older versions read rope_theta", require_keys("rope_theta")),
+    Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, require_keys("draft_vocab_size")),
     Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, family.map_missing),
     Rule("map-superfluous", ("eagle3",), IGNORED, EAGLE3_PY, family.unneeded_map),
     Rule("map", ("eagle3",), SILENT, EAGLE3_PY, family.map_wrong),
     Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, family.map_dtype),
     Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", family.t2d_dtype),
     Rule("taps", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", wrong_aux_layers),
-    Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", ignored_aux_layer_ids),
+    Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", when(
+        lambda d: family.named_layers(d)[0] and not family.named_layers(d)[1],
+        "eagle_aux_hidden_state_layer_ids is ignored without eagle_config: the default layers are read",
+    )),
     Rule("taps-disagree", ("eagle3",), SILENT, NOTES, family.conflicting_aux_layers),
     Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, family.target_width_mismatch),
-    Rule(
-        "parallel",
-        ("pard",),
-        SILENT,
-        f"{NOTES} has no parallel drafting",
-        Unsupported("SGLang has no parallel drafting: it would run this model token by token, without masks"),
-    ),
+    Rule("parallel", ("pard",), SILENT, f"{NOTES} has no parallel drafting", unsupported(
+        "SGLang has no parallel drafting: it would run this model token by token, without masks"
+    )),
     *family.CAUSAL_RULES,
     Rule("missing-tensor", ("causal",), SILENT, NOTES, family.missing_tensors),
     Rule("shapes", ("causal",), REFUSED, NOTES, family.wrong_shapes),
@@ -180,27 +160,21 @@ def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
 
 ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
-HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
-"""Newest name first."""
+HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # newest name first
 GAUGES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 """Of the last interval, not of the whole run; everything else that is read of a dump is a counter."""
 PRINTED = re.compile(r"Decode batch.*?\baccept len: (\S+?),(?: accept rate: (\S+?),)?")
 """A line of the server's log that tells how a few dozen steps were accepted."""
-MOST_DRAFTS = 256
-"""Tokens that a round drafts at most when their number is looked for."""
+MOST_DRAFTS = 256  # tokens that a round drafts at most when their number is looked for
 
 
 def meta_info(body: Response) -> Response:
-    """meta_info of /generate, or that of the first choice of a chat or completion; {} without any."""
     return part(body, "meta_info") or part(first_choice(body), "meta_info")
 
 
 def read_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without meta_info, or if it says nothing of speculation.
-
-    spec_accept_length is completion_tokens ÷ verification steps: the first token, which prefill gives, counts there and
-    not here.
-    """
+    """The counts of one response. UserError without meta_info, or if it says nothing of speculation. spec_accept_length
+    is completion_tokens ÷ verification steps: the first token, which prefill gives, counts there and not here."""
     found = meta_info(body)
     if not found:
         raise UserError(f"{where} has no meta_info: log what /generate of SGLang answers")
@@ -213,12 +187,10 @@ def read_response(body: Response, where: str) -> RequestCounts:
         read_count(found, next((x for x in names if x in found), names[0]), where)
         for names in (ACCEPTED, DRAFTED)
     )
-    accepted_at: tuple[int, ...] = ()
-    reached_at: tuple[int, ...] = ()
+    accepted_at, reached_at = by_position({})
     key = next((name for name in HISTOGRAM if name in found), None)
     if key is not None and rounds > 0:
-        histogram = read_histogram(found[key], key, where)
-        k = drafted // rounds
+        histogram, k = read_histogram(found[key], key, where), drafted // rounds
         histogram += [0] * (k + 1 - len(histogram))
         if sum(histogram) != rounds:
             raise UserError(f"{where}: {key} is not of {rounds} steps: the log is damaged")
@@ -234,11 +206,9 @@ def read_response(body: Response, where: str) -> RequestCounts:
 
 
 def read_dump(path: str, before: str = "") -> EngineLog:
-    """The totals of a /metrics dump, less those of an earlier one; with its gauges.
-
-    SGLang counts neither drafted nor accepted tokens there. Accepted ones follow from generated tokens: each request
-    has one from prefill and each verification step one that the target adds.
-    """
+    """The totals of a /metrics dump, less those of an earlier one; with its gauges. SGLang counts neither drafted nor
+    accepted tokens there. Accepted ones follow from generated tokens: each request has one from prefill and each
+    verification step one that the target adds."""
     samples = prometheus.read_dump(path, before, GAUGES)
     rounds, generated, requests = (
         prometheus.total(samples, f"sglang:{name}", path)
@@ -249,27 +219,18 @@ def read_dump(path: str, before: str = "") -> EngineLog:
         raise UserError(
             f"{path}: {generated} tokens of {requests} requests in {rounds} steps: not all were speculated"
         )
-    gauges: dict[str, list[float]] = {}
-    for (name, _), value in samples.items():
-        if name in GAUGES:
-            gauges.setdefault(name, []).append(value)
-    return EngineLog(
-        path,
-        "sglang",
-        [RequestCounts(rounds, 0, accepted)],
-        per_request=False,
-        gauges={name: sum(values) / len(values) for name, values in gauges.items()},
-        notes=("accepted tokens derived: generated − requests − verification steps",),
-    )
+    values = {name: [x for (own, _), x in samples.items() if own == name] for name in GAUGES}
+    gauges = {name: sum(own) / len(own) for name, own in values.items() if own}
+    notes = ("accepted tokens derived: generated − requests − verification steps",)
+    counts = [RequestCounts(rounds, 0, accepted)]
+    return EngineLog(path, "sglang", counts, per_request=False, gauges=gauges, notes=notes)
 
 
 def read_printed(text: str, path: str) -> EngineLog:
-    """The figures of a server's log, as means over its lines: SGLang prints no counts there, so nothing is pooled.
-
-    Its accept len is τ of some dozens of steps. Its accept rate counts the target's token among the accepted and the
+    """The figures of a server's log, as means over its lines: SGLang prints no counts there, so nothing is pooled. Its
+    accept len is τ of some dozens of steps. Its accept rate counts the target's token among the accepted and the
     drafted ones in older versions and not in newer ones; ours follows from accept len, and from the number of drafts
-    that makes both figures agree in every line under one of these readings. If more than one does, it is not given.
-    """
+    that makes both figures agree in every line under one of these readings. If more than one does, it is not given."""
     pairs: list[tuple[float, float | None]] = []
     for where, line in log_lines(text, path):
         found = PRINTED.search(line)
@@ -290,16 +251,14 @@ def read_printed(text: str, path: str) -> EngineLog:
     if not pairs:
         raise UserError(f"{path} has no accept len: speculative decoding was off")
     figures = {"tau": sum(length for length, _ in pairs) / len(pairs)}
-    notes = [
-        "SGLang's log has no counts, so intervals cannot be pooled: take meta_info or /metrics"
-    ]
+    notes = ["SGLang's log has no counts, so intervals cannot be pooled: take meta_info or /metrics"]  # fmt: skip
     drafts = _drafts_per_round(pairs)
-    if drafts is None:
+    if len(drafts) == 1:
+        figures["acceptance_rate"] = (figures["tau"] - 1) / drafts.pop()
+    else:
         notes.append(
             "these lines do not tell how many tokens a round drafts, so there is no acceptance rate"
         )
-    else:
-        figures["acceptance_rate"] = (figures["tau"] - 1) / drafts
     one = len(pairs) == 1
     return EngineLog(
         path,
@@ -313,19 +272,19 @@ def read_printed(text: str, path: str) -> EngineLog:
     )
 
 
-def _drafts_per_round(pairs: Sequence[tuple[float, float | None]]) -> int | None:
-    """Drafted tokens of a round that explain all pairs of accept len and rate; None unless exactly one number does."""
-    found: set[int] = set()
-    for drafts in range(1, MOST_DRAFTS):
+def _drafts_per_round(pairs: Sequence[tuple[float, float | None]]) -> set[int]:
+    """The numbers of drafted tokens in a round that explain all pairs of accept len and rate."""
+    return {
+        drafts
+        for drafts in range(1, MOST_DRAFTS)
         # (what is not counted of the length, what the rate divides by), in older and newer versions
-        for bonus, divisor in ((0, drafts + 1), (1, drafts)):
-            if all(
-                rate is not None
-                and abs((length - bonus) / divisor - rate) <= LENGTH_ERROR * (1 + 1 / divisor)
-                for length, rate in pairs
-            ):
-                found.add(drafts)
-    return found.pop() if len(found) == 1 else None
+        for bonus, divisor in ((0, drafts + 1), (1, drafts))
+        if all(
+            rate is not None
+            and abs((length - bonus) / divisor - rate) <= LENGTH_ERROR * (1 + 1 / divisor)
+            for length, rate in pairs
+        )
+    }
 
 
 LOG = LogReader(

@@ -7,64 +7,43 @@ reverse.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from decode.common.errors import UserError
 from decode.serving import family_rules as family
-from decode.serving import prometheus
 from decode.serving.engine import (
     AcceptanceRule,
     KRange,
-    LogReader,
     Served,
     ServedDraft,
     ServingEngine,
     shell_script,
 )
-from decode.serving.log_counts import (
-    EngineLog,
-    PrintedLine,
-    RequestCounts,
-    Response,
-    answer_tokens,
-    by_position,
-    check_answer,
-    checked,
-    log_lines,
-    number,
-    numbers,
-    part,
-    pool,
-    prompt_tokens,
-    read_count,
-    read_histogram,
-    recover,
-)
+from decode.serving.engine_logs import VLLM_LOG
 from decode.serving.rules import (
     ALL_FAMILIES,
     COMMON_RULES,
     IGNORED,
     REFUSED,
     SILENT,
-    ContextAtLeastTargets,
     DraftFiles,
-    RequireValue,
     Rule,
-    Unsupported,
+    context_at_least_targets,
     dtype_mismatch,
     require_tensors,
+    require_value,
+    unsupported,
     vocab_size_mismatch,
+    when,
 )
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
 EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
 LLAMA_PY = "vllm/model_executor/models/llama.py, 0.32.0"
-MEDUSA_PY = "vllm/model_executor/models/family.py, 0.32.0"
-CONFIG_PY = "vllm/transformers_utils/configs/family.py, 0.32.0"
-MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/family.py, 0.32.0"
+MEDUSA_PY = "vllm/model_executor/models/medusa.py, 0.32.0"
+EAGLE_CONFIG_PY = "vllm/transformers_utils/configs/eagle.py, 0.32.0"
+MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/medusa.py, 0.32.0"
 SPECULATORS_PY = "vllm/transformers_utils/configs/speculators/, 0.32.0"
 RUNNER_PY = "vllm/v1/worker/gpu_model_runner.py (_get_eagle3_aux_layers_from_config), 0.32.0"
 SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
@@ -142,34 +121,17 @@ def wrong_nested_config(d: DraftFiles) -> Iterator[str]:
         yield "speculators_config.verifier.name_or_path is missing"
 
 
-def implicit_norm_flag(d: DraftFiles) -> Iterator[str]:
-    """A nested config without norm_before_residual, whose default differs from that of a flat one."""
-    if d.is_speculators_format and "norm_before_residual" not in d.raw_config:
-        yield "norm_before_residual is not set: the default is true here, and false in a flat config"
-
-
-def skipped_norm_weights(d: DraftFiles) -> Iterator[str]:
-    if "input_norm.weight" in d.tensors and not family.norm_flag(d, "norm_before_fc"):
-        yield "input_norm.weight is skipped: norm_before_fc is not true"
-
-
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
-    """Unknown tensors other than input_norm, which is skipped."""
     return (w for w in family.unknown_tensors(d) if not w.startswith("input_norm"))
 
 
 def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
-    """No draft_vocab_size, which then defaults to vocab_size, while lm_head has fewer rows."""
-    head = d.tensors.get("lm_head.weight")
-    if (
-        d.config.get("draft_vocab_size") is None
-        and head is not None
-        and len(head) != d.get("vocab_size")
-    ):
-        yield f"draft_vocab_size is not set: the engine takes vocab_size, and lm_head has {len(head)} rows"
+    rows, named = len(d.tensors.get("lm_head.weight", ())), d.config.get("draft_vocab_size")
+    if named is None and rows not in (0, d.get("vocab_size")):
+        yield f"draft_vocab_size is not set: the engine takes vocab_size, and lm_head has {rows} rows"
 
 
-def aux_layers(d: DraftFiles, count: int) -> family.LayerIds:
+def aux_layers(d: DraftFiles, count: int) -> tuple[int, ...]:
     """The layers that vLLM reads: its own key, else SGLang's key without an offset, else the default."""
     top, outputs = family.named_layers(d)
     return tuple(sorted(set(top or outputs or ()))) or family.default_aux_layers(count)
@@ -178,16 +140,6 @@ def aux_layers(d: DraftFiles, count: int) -> family.LayerIds:
 def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
     if d.target_layers is not None:
         yield from family.wrong_aux_layers(d, aux_layers(d, d.target_layers))
-
-
-def nested_causality(d: DraftFiles) -> Iterator[str]:
-    """Speculators' config, by which vLLM makes every layer causal unless sliding_window_non_causal is true."""
-    if d.is_speculators_format and not d.get("sliding_window_non_causal", False):
-        yield "sliding_window_non_causal is not true: every layer becomes causal, and blocks were trained both ways"
-
-
-def no_mask_state(d: DraftFiles) -> Iterator[str]:
-    yield from require_tensors(d, ["mask_hidden"])
 
 
 MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
@@ -213,15 +165,15 @@ def missing_mtp_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def dropped_medusa_biases(d: DraftFiles) -> Iterator[str]:
-    dropped = [name for name in d.tensors if name.endswith(".bias")]
+    dropped = sum(name.endswith(".bias") for name in d.tensors)
     if dropped and not d.get("medusa_fc_bias", False):
-        yield f"medusa_fc_bias is not true: {len(dropped)} biases are dropped"
+        yield f"medusa_fc_bias is not true: {dropped} biases are dropped"
 
 
 def dropped_projections(d: DraftFiles) -> Iterator[str]:
-    projections = [name for name in d.tensors if name.startswith("lm_heads.")]
-    if d.get("original_lm_head", False) and len(projections) > 1:
-        yield f"original_lm_head is true: of {len(projections)} projections one is used for all heads"
+    projections = sum(name.startswith("lm_heads.") for name in d.tensors)
+    if d.get("original_lm_head", False) and projections > 1:
+        yield f"original_lm_head is true: of {projections} projections one is used for all heads"
 
 
 def hidden_size_mismatch(d: DraftFiles) -> Iterator[str]:
@@ -257,30 +209,33 @@ def vocab_rows_mismatch(d: DraftFiles) -> Iterator[str]:
             yield f"{d.name_in_file[name]} has {len(value)} rows and the target's vocabulary {vocab}"
 
 
-def numbered_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors in the numbered layout of FasterDecoding."""
-    if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.", name) for name in d.name_in_file.values()):
-        yield "tensors are numbered: export it with --format flat"
-
+NUMBERED = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
+"""How names of tensors begin in the layout of FasterDecoding."""
 
 RULES = (
     *COMMON_RULES,
     Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
     Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
-    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, ContextAtLeastTargets(
+    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, context_at_least_targets(
         "nothing is drafted for a whole batch in which one text has come within K tokens of it"
     )),
     # EAGLE
-    Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
+    Rule("architecture", EAGLES, REFUSED, EAGLE_CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
-    Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, implicit_norm_flag),
+    Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, when(
+        lambda d: d.is_speculators_format and "norm_before_residual" not in d.raw_config,
+        "norm_before_residual is not set: the default is true here, and false in a flat config",
+    )),
     Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, family.wrong_shapes),
     Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", family.missing_tensors),
     Rule("unknown-tensor", EAGLES, REFUSED, WEIGHTS_PY, unknown_tensors),
-    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, skipped_norm_weights),
+    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, when(
+        lambda d: "input_norm.weight" in d.tensors and not family.norm_flag(d, "norm_before_fc"),
+        "input_norm.weight is skipped: norm_before_fc is not true",
+    )),
     Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, family.dropped_biases),
     Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, family.unfilled_bias_flags),
-    Rule("activation", EAGLES, REFUSED, LLAMA_PY, RequireValue("hidden_act", "silu")),
+    Rule("activation", EAGLES, REFUSED, LLAMA_PY, require_value("hidden_act", "silu")),
     Rule("layers", EAGLES, SILENT, EAGLE3_PY, family.wrong_layer_count),
     Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", family.rope_mismatch),
     Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, family.changed_norm_flags),
@@ -295,30 +250,28 @@ RULES = (
     Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, family.target_width_mismatch),
     # blocks
     Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, family.no_mask_token),
-    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, no_mask_state),
+    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, lambda d: require_tensors(d, ["mask_hidden"])),
     Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
     Rule("shapes", DFLASH, REFUSED, DFLASH_PY, family.wrong_shapes),
     Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", family.missing_tensors),
     Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, family.unknown_tensors),
-    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, nested_causality),
+    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, when(
+        lambda d: d.is_speculators_format and not d.get("sliding_window_non_causal", False),
+        "sliding_window_non_causal is not true: every layer becomes causal, and blocks were trained both ways",
+    )),
     Rule("causality", DFLASH, SILENT, DFLASH_PY, family.causal_blocks),
     Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", family.wrong_anchor),
     Rule("taps", DFLASH, SILENT, RUNNER_PY, family.wrong_block_layers),
     Rule("map", DFLASH, SILENT, DFLASH_PY, family.map_wrong),
     Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, family.map_dtype),
-    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, RequireValue("markov_head_type", "vanilla", "vanilla")),
+    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, require_value("markov_head_type", "vanilla", "vanilla")),
     # MTP layers
     Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, unknown_mtp_target),
     Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, missing_mtp_tensors),
     # Medusa
-    Rule(
-        "removed",
-        ("medusa",),
-        REFUSED,
-        "vLLM 0.33.0 has no Medusa",
-        Unsupported("vLLM has no Medusa from 0.33.0 on: serve it with 0.32 or older"),
-        since="0.33",
-    ),
+    Rule("removed", ("medusa",), REFUSED, "vLLM 0.33.0 has no Medusa", unsupported(
+        "vLLM has no Medusa from 0.33.0 on: serve it with 0.32 or older"
+    ), since="0.33"),
     Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, family.missing_medusa_tensors),
     Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, family.unknown_medusa_tensors),
     Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, dropped_medusa_biases),
@@ -328,7 +281,10 @@ RULES = (
     Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, missing_token_map),
     Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, ambiguous_keys),
     Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, vocab_rows_mismatch),
-    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", numbered_tensors, before="0.32"),
+    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", when(
+        lambda d: any(map(NUMBERED.match, d.name_in_file.values())),
+        "tensors are numbered: export it with --format flat",
+    ), before="0.32"),
     # causal
     *(replace(rule, families=LMS) for rule in family.CAUSAL_RULES),
     Rule("missing-tensor", LMS, REFUSED, LOADER_PY, family.missing_tensors),
@@ -360,17 +316,12 @@ def serving_files(d: ServedDraft) -> dict[str, str]:
 def triton_files(d: ServedDraft) -> dict[str, str]:
     """A model repository for Triton's vLLM backend, which passes model.json to vLLM."""
     name = f"triton/draftsmith_{d.family}"
-    revision = {"revision": d.revision} if d.revision else {}
-    model = {
-        "model": d.target,
-        **revision,
-        "speculative_config": speculative_config(d.family, d.repo, d.k),
-    }
+    model: dict[str, object] = {"model": d.target}
+    model |= {"revision": d.revision} if d.revision else {}
+    model |= {"speculative_config": speculative_config(d.family, d.repo, d.k)}
     config = 'backend: "vllm"\ninstance_group [\n  {\n    count: 1\n    kind: KIND_MODEL\n  }\n]\n'
-    return {
-        f"{name}/config.pbtxt": config,
-        f"{name}/1/model.json": json.dumps(model, indent=2) + "\n",
-    }
+    model_json = json.dumps(model, indent=2) + "\n"
+    return {f"{name}/config.pbtxt": config, f"{name}/1/model.json": model_json}
 
 
 def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
@@ -390,108 +341,6 @@ ACCEPTS = (
     AcceptanceRule(
         "block", "draft_sample_method probabilistic, rejection_sample_method block; runner V2"
     ),
-)
-
-# ---- its logs ----
-
-PRINTED = "SpecDecoding metrics:"
-"""What a line of its log has that counts drafts. It is printed every few seconds, and counts those alone."""
-
-
-def read_response(body: Response, where: str) -> RequestCounts:
-    """The counts of one response. UserError without metrics.speculative_decoding.
-
-    A round is counted where drafts were scheduled, so steps without a draft are in no figure.
-    """
-    found = part(part(body, "metrics"), "speculative_decoding")
-    if not found:
-        raise UserError(
-            f"{where} has no metrics.speculative_decoding: start vLLM with --per-request-spec-decode-metrics summary, "
-            "and ask for one answer a request"
-        )
-    rounds, drafted, accepted = (
-        read_count(found, key, where)
-        for key in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    )
-    histogram = read_histogram(found.get("acceptance_histogram"), "acceptance_histogram", where)
-    k = len(histogram) - 1
-    accepted_at, reached_at = by_position({k: histogram})
-    by_length = found.get("acceptance_histogram_by_draft_length")
-    if isinstance(by_length, Mapping):
-        lengths = {name: int(name) if name.isdecimal() else name for name in by_length}
-        histograms = {
-            read_count(lengths, name, where): read_histogram(counts, f"draft length {name}", where)
-            for name, counts in by_length.items()
-        }
-        reached_at = by_position(histograms)[1]
-        reached_at += (0,) * (k - len(reached_at))
-    elif drafted != k * rounds:
-        reached_at = ()  # rounds of several lengths, and nothing says how many of each
-    if sum(histogram) != rounds:
-        raise UserError(f"{where}: the histogram is not of {rounds} steps: the log is damaged")
-    usage = part(body, "usage")
-    counts = RequestCounts(
-        rounds, drafted, accepted, accepted_at, reached_at,
-        prompt_tokens=prompt_tokens(usage), engine_length=found.get("mean_acceptance_length"),
-    )  # fmt: skip
-    check_answer(checked(counts, where), answer_tokens(body, usage), False, where)
-    return counts
-
-
-def read_printed(text: str, path: str) -> EngineLog:
-    """The sums of all intervals in a server's log. UserError that names a line whose figures contradict each other."""
-    found = []
-    for where, line in log_lines(text, path):
-        if PRINTED not in line:
-            continue
-        drafted, accepted = (
-            number(rf"\b{x}: (\d+) tokens", line, where) for x in ("Drafted", "Accepted")
-        )
-        if drafted is None or accepted is None:
-            raise UserError(
-                f"{where} has no numbers of accepted and drafted tokens: the line is cut off, drop it"
-            )
-        if drafted == 0 == accepted:
-            continue
-        rate = number(r"[Dd]raft acceptance rate: ([\d.]+)%", line, where, float)
-        if rate is not None and (drafted == 0 or abs(100 * accepted / drafted - rate) > 0.051):
-            raise UserError(
-                f"{where}: {accepted} accepted of {drafted} drafted tokens are not {rate}%: the line is damaged"
-            )
-        length = number(r"Mean acceptance length: ([\d.]+)", line, where, float)
-        rates = numbers(r"Per-position acceptance rate: ([\d., ]+)", line)
-        found.append(recover(PrintedLine(int(drafted), int(accepted), length, rates), where))
-    if not found:
-        raise UserError(
-            f"{path} drafted no token: speculative decoding was off, or nothing was asked"
-        )
-    total = pool([x.counts for x in found])
-    notes = [
-        f"totals of {len(found)} intervals that vLLM logged; its rounds are those with a draft"
-    ]
-    if total.rounds is None:
-        notes.append("these lines do not tell the rounds, so there is no τ: take /metrics")
-    elif any(x.fewest < x.most for x in found):
-        low, high = (
-            1 + total.accepted / sum(rounds)
-            for rounds in ([x.most for x in found], [x.fewest for x in found])
-        )
-        notes.append(
-            "rounds follow from lengths of two digits (/metrics has them exactly), so τ lies between "
-            f"{low - 5e-5:.4f} and {high + 5e-5:.4f}"
-        )
-    return EngineLog(path, "vllm", [total], per_request=False, notes=tuple(notes))
-
-
-LOG = LogReader(
-    lambda body: isinstance(body.get("metrics"), Mapping),
-    read_response,
-    note="vLLM's rounds are those with a draft",
-    figures="vLLM's log line and /metrics give pooled figures (mean acceptance length = τ, draft acceptance rate); its "
-    "responses one length a request, and averaging those gives the mean of requests.",
-    mark=re.compile(PRINTED),
-    printed=read_printed,
-    dump=partial(prometheus.read_totals, "vllm"),
 )
 
 V1 = "0.32, in its runner V1"
@@ -514,7 +363,7 @@ VLLM = ServingEngine(
     rules=RULES,
     files=serving_files,
     accepts=ACCEPTS,
-    log=LOG,
+    log=VLLM_LOG,
 )
 TRITON = replace(
     VLLM,

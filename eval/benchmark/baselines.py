@@ -50,23 +50,24 @@ DRAFT_BEFORE_PREFILL = ("hf-assisted", "hf-lookup")
 
 
 def engine_label(engine: str, method: Method | None) -> str:
-    """Engine and draft as one name, unique in a report."""
     return f"{engine} {method.name if method else 'plain'}"
 
 
 def check(s: EvalConfig, target: Target, methods: Sequence[Method]) -> None:
     """UserError if an engine in `compare` is missing, or no method can run on it."""
-    wanted = requested_engines(s)
-    if "hf-assisted" in wanted and not _supported_methods("hf-assisted", methods, s):
-        raise UserError("compare hf-assisted: give a method whose draft is a causal LM, no tree")
-    if "hf-lookup" in wanted and not _supported_methods("hf-lookup", methods, s):
-        raise UserError("compare hf-lookup: give the method ngram, whose k it takes")
-    if "vllm" in wanted and target.is_encoder_decoder:
-        raise UserError("compare vllm: it serves no encoder-decoders, drop vllm from --compare")
-    if "vllm" in wanted and not vllm_client.has_vllm(s.vllm_python):
-        raise UserError(
-            f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"
-        )
+    needs = {
+        "hf-assisted": "give a method whose draft is a causal LM, no tree",
+        "hf-lookup": "give the method ngram, whose k it takes",
+    }
+    for engine in requested_engines(s):
+        if engine in needs and not _supported_methods(engine, methods, s):
+            raise UserError(f"compare {engine}: {needs[engine]}")
+        if engine == "vllm" and target.is_encoder_decoder:
+            raise UserError("compare vllm: it serves no encoder-decoders, drop vllm from --compare")
+        if engine == "vllm" and not vllm_client.has_vllm(s.vllm_python):
+            raise UserError(
+                f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"
+            )
 
 
 def interleaved_baselines(
@@ -99,31 +100,25 @@ def compare_engines(
     By temperature: our `plain` records, and the `answers` of the engines that took turns; vLLM decodes now, unless the
     journal has its answers.
     """
+    wanted = [(x, m) for x in requested_engines(s) for m in _supported_methods(x, methods, s)]
     entries = []
     for temperature in s.temperatures:
         sampling = SamplingParams(temperature, s.top_k, s.top_p)
-        by_label = dict(answers[temperature])
         ours = {(r.task, r.id): r for r in plain[temperature]}
-        for engine in requested_engines(s):
-            for method in _supported_methods(engine, methods, s):
-                if engine == "vllm":
-                    key = ["engine", engine, method.name if method else "", temperature]
-                    run = partial(_run_vllm, s, target, method, items, sampling)
-                    by_label[engine_label(engine, method)] = journal.get_or_measure(key, run)
-        by_label |= _without_stalls(
-            items, ours if s.batch_size == 1 else {},
-            {label: own for label, own in by_label.items() if label not in answers[temperature]},
-        )  # fmt: skip
-        for engine in requested_engines(s):
-            for method in _supported_methods(engine, methods, s):
-                base = None
-                if method is not None:
-                    base = by_label.get(engine_label(UNASSISTED_ENGINE[engine], None))
-                entries += _engine_entries(
-                    s, engine, method, temperature, items,
-                    by_label[engine_label(engine, method)],
-                    base, ours,
-                )  # fmt: skip
+        apart: dict[str, Sequence[EngineAnswer]] = {}
+        for engine, method in wanted:
+            if engine == "vllm":
+                key = ["engine", engine, method.name if method else "", temperature]
+                run = partial(_run_vllm, s, target, method, items, sampling)
+                apart[engine_label(engine, method)] = journal.get_or_measure(key, run)
+        steady = _without_stalls(items, ours if s.batch_size == 1 else {}, apart)
+        by_label = {**answers[temperature], **steady}
+        for engine, method in wanted:
+            base = by_label.get(engine_label(UNASSISTED_ENGINE.get(engine, ""), None))
+            entries += _engine_entries(
+                s, engine, method, temperature, items, by_label[engine_label(engine, method)],
+                base if method else None, ours,
+            )  # fmt: skip
     return entries
 
 
@@ -152,14 +147,13 @@ def _supported_methods(
         return [m for m in methods if type(m.draft) is CausalDraft and m.shape is None]
     if engine == "hf-lookup":
         return [m for m in methods if isinstance(m.draft, NgramDraft)]
-    alone = [
-        m
+    served = {
+        m.name
         for m in s.methods
-        if m.draft and not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
-    ]
-    paths = {m.name: m.draft for m in alone}
-    local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
-    return [None, *(m for m in local if m.draft is not None and m.shape is None)]
+        if not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
+        if m.draft and (Path(m.draft) / "config.json").is_file()
+    }
+    return [None, *(m for m in methods if m.name in served and m.shape is None)]
 
 
 def _run_vllm(
@@ -223,12 +217,10 @@ def _engine_entries(
         seconds = sum(answer["seconds"] for answer in own)
         rate = ratio_or_none(seconds, tokens)
         prefilled = 0 if engine in DRAFT_BEFORE_PREFILL else len(done)
-        undrafted = [i for i in done if base and "error" not in base[i]]
+        pairs = [(base[i], answers[i]) for i in done if base and "error" not in base[i]]
         # A batch's seconds are not those of one prompt.
-        speedup = _paired_speedup([*map(_as_answer, plain)], own, s.seed, s.batch_size == 1)
-        gain = _paired_speedup(
-            [(base or [])[i] for i in undrafted], [answers[i] for i in undrafted], s.seed
-        )
+        alone = zip(map(_as_answer, plain), own, strict=True) if s.batch_size == 1 else []
+        speedup, gain = (_paired_speedup([*x], s.seed) for x in (alone, pairs))
         same = [answer["ids"] == r.output_ids for answer, r in zip(own, plain, strict=True)]
         entries.append(
             EngineResult(
@@ -268,21 +260,23 @@ def _as_answer(record: DecodeRecord) -> EngineAnswer:
 
 
 def _paired_speedup(
-    slow: Sequence[EngineAnswer], fast: Sequence[EngineAnswer], seed: int, compared: bool = True
+    pairs: Sequence[tuple[EngineAnswer, EngineAnswer]], seed: int
 ) -> tuple[Estimate, float | None]:
-    """(slow seconds per token ÷ fast ones of the same prompts, the same by the clock, stalls included)."""
-    if not compared:
+    """Of (slow, fast) answers to the same prompts, the seconds per token of the slow ones ÷ those of the fast ones, and
+    the same by the clock, stalls included."""
+    tokens = [[len(answer["ids"]) for answer in side] for side in zip(*pairs, strict=True)]
+    if not tokens or not all(map(sum, tokens)):
         return Estimate(), None
-    tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]
-    steady = [[answer["seconds"] for answer in side] for side in (slow, fast)]
-    clock = [
-        [float(a.get("measured_seconds") or a["seconds"]) for a in side] for side in (slow, fast)
-    ]
-    slow_clock, fast_clock = (
-        sum(x) / sum(n) if sum(n) else 0.0 for x, n in zip(clock, tokens, strict=True)
+    steady, clock = (
+        [[measure(answer) for answer in side] for side in zip(*pairs, strict=True)]
+        for measure in (
+            lambda x: x["seconds"],
+            lambda x: x.get("measured_seconds") or x["seconds"],
+        )
     )
-    of_sums = slow_clock / fast_clock if slow_clock and fast_clock else None
-    return paired_ratio(Ratio(steady[0], tokens[0]), Ratio(steady[1], tokens[1]), seed), of_sums
+    slow, fast = (Ratio(x, n) for x, n in zip(steady, tokens, strict=True))
+    by_clock = [Ratio(x, n).value or 0.0 for x, n in zip(clock, tokens, strict=True)]
+    return paired_ratio(slow, fast, seed), ratio_or_none(*by_clock) or None
 
 
 class TransformersEngine:

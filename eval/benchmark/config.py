@@ -173,94 +173,66 @@ def input_paths(s: EvalConfig) -> list[str]:
 
 def check(s: EvalConfig) -> None:
     """UserError for settings that contradict each other."""
-    if not s.temperatures or not s.tasks:
-        raise UserError("give at least one temperature and one task")
-    if len(set(s.temperatures)) < len(s.temperatures):
-        raise UserError(f"temperatures {s.temperatures}: give each one once")
-    if s.mode in CAPTURED and not pick_device(s.device).startswith("cuda"):
-        raise UserError(f"mode {s.mode} needs a CUDA device: choose eager or compiled")
-    for task in s.tasks:
-        if task.kind and task.kind not in load_dataset_specs():
-            known = ", ".join(load_dataset_specs())
-            raise UserError(f"task {task.name!r}: no kind {task.kind!r}; there are {known}")
-    tasks = [task.name for task in s.tasks]
-    if len(set(tasks)) < len(tasks) or "all" in tasks:
-        raise UserError(
-            f"tasks {', '.join(tasks)}: give every task its own name; `all` is the pooled one"
-        )
-    names = [m.name for m in s.methods]
-    if len(set(names)) < len(names) or not {"plain", ""}.isdisjoint(names):
-        raise UserError("give every method its own name; plain is always there")
-    for pair in s.acceptance.pairs:
-        if len(pair) != 2 or len(set(pair) & set(names)) != 2:
-            raise UserError(
-                f"acceptance.pairs {pair}: give pairs of two of the methods {', '.join(names)}"
-            )
-    for engine in requested_engines(s):
-        if engine not in ENGINES:
-            raise UserError(f"compare: no engine {engine!r}; there are {', '.join(ENGINES)}")
-    if "vllm" in requested_engines(s) and not s.vllm_python:
-        raise UserError("compare vllm: give --vllm_python, an interpreter that has vLLM")
-    if "vllm" in requested_engines(s) and s.dtype.startswith("int8"):
-        raise UserError(f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm")
-    if s.check_law and max(s.temperatures) == 0:
-        raise UserError("check_law tests sampling: add a temperature above 0")
-    if is_constrained(s.constraint):
-        _check_constrained(s)
+    names, tasks = [m.name for m in s.methods], [task.name for task in s.tasks]
+    engines, kinds = requested_engines(s), load_dataset_specs()
+    grammar = is_constrained(s.constraint)
+    on_gpu = pick_device(s.device).startswith("cuda")
+    _refuse(
+        (not s.temperatures or not s.tasks, "give at least one temperature and one task"),
+        (len({*s.temperatures}) < len(s.temperatures), f"temperatures {s.temperatures}: give each one once"),
+        (s.mode in CAPTURED and not on_gpu, f"mode {s.mode} needs a CUDA device: choose eager or compiled"),
+        *((x.kind not in ("", *kinds), f"task {x.name!r}: no kind {x.kind!r}; there are {', '.join(kinds)}")
+          for x in s.tasks),
+        (len({*tasks, "all"}) <= len(tasks),
+         f"tasks {', '.join(tasks)}: give every task its own name; `all` is the pooled one"),
+        (len({*names, "plain", ""}) < len(names) + 2, "give every method its own name; plain is always there"),
+        *((len(x) != 2 or len({*x} & {*names}) != 2,
+           f"acceptance.pairs {x}: give pairs of two of the methods {', '.join(names)}") for x in s.acceptance.pairs),
+        *((x not in ENGINES, f"compare: no engine {x!r}; there are {', '.join(ENGINES)}") for x in engines),
+        ("vllm" in engines and not s.vllm_python,
+         "compare vllm: give --vllm_python, an interpreter that has vLLM"),
+        ("vllm" in engines and s.dtype.startswith("int8"),
+         f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm"),
+        (s.check_law and not any(s.temperatures), "check_law tests sampling: add a temperature above 0"),
+        (grammar and s.mode != "eager",
+         "constraint: a grammar is asked for each token on the host: choose mode eager"),
+        (grammar and (engines or s.check_law or s.original),
+         "constraint: leave out compare, check_law and original, which know no grammar"),
+    )  # fmt: skip
     for m in s.methods:
-        find_rule(m.rule)  # raises UserError
-        if len(m.tree.paths) > MAX_DRAFT_LENGTH:
-            raise UserError(
-                f"method {m.name!r}: tree.paths has {len(m.tree.paths)} nodes: give at most {MAX_DRAFT_LENGTH:,}"
-            )
-        if m.layers and m.draft:
-            raise UserError(
-                f"method {m.name!r}: layers is for early-exit and swift, without a draft"
-            )
-        if m.alpha and any(s.temperatures):
-            raise UserError(
-                f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"
-            )
-        if m.alpha and (m.tree.nodes > 0 or m.lookup or m.rule != "exact" or s.mode in CAPTURED):
-            raise UserError(
-                f"method {m.name!r} simulates chains: give it no tree, no lookup and no rule, and a mode without a "
-                "CUDA graph"
-            )
-        if m.lookup and s.mode in CAPTURED:
-            raise UserError(
-                f"method {m.name!r}: in mode {s.mode} the host cannot ask a lookup: choose eager or compiled"
-            )
-        if m.adaptive and (m.alpha or s.mode in CAPTURED):
-            raise UserError(
-                f"method {m.name!r}: adaptive is for real drafts, and in mode {s.mode} the host cannot end a chain: "
-                "choose eager or compiled"
-            )
-        if m.round_ms and m.adaptive in ("", "confidence"):
-            raise UserError(f"method {m.name!r}: round_ms is for adaptive: acceptance or both")
-        if (m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft):
-            raise UserError(
-                f"method {m.name!r}: swift and state are for the method swift without a draft"
-            )
-        adaptive_config(m)  # raises UserError
-        if m.mirror.exit_layer and (m.alpha or m.adaptive or m.lookup or s.mode != "eager"):
-            raise UserError(
-                f"method {m.name!r}: mirror is for small language models alone and mode eager: drop alpha, adaptive, "
-                "lookup and mode"
-            )
+        _check_method(s, m, grammar)
 
 
-def _check_constrained(s: EvalConfig) -> None:
-    """UserError for what is not measured under a grammar."""
-    if s.mode != "eager":
-        raise UserError(
-            "constraint: a grammar is asked for each token on the host: choose mode eager"
-        )
-    if requested_engines(s) or s.check_law or s.original:
-        raise UserError(
-            "constraint: leave out compare, check_law and original, which know no grammar"
-        )
-    for m in s.methods:
-        if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths or m.mirror.exit_layer:
-            raise UserError(
-                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree, mirror"
-            )
+def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:
+    find_rule(m.rule)  # raises UserError, as adaptive_config does
+    adaptive_config(m)
+    captured, name, nodes = s.mode in CAPTURED, f"method {m.name!r}", len(m.tree.paths)
+    tree, mirror = m.tree.nodes > 0, m.mirror.exit_layer > 0
+    _refuse(
+        (nodes > MAX_DRAFT_LENGTH, f"{name}: tree.paths has {nodes} nodes: give at most {MAX_DRAFT_LENGTH:,}"),
+        (m.layers and m.draft, f"{name}: layers is for early-exit and swift, without a draft"),
+        (m.alpha and any(s.temperatures),
+         f"{name} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"),
+        (m.alpha and (tree or m.lookup or m.rule != "exact" or captured),
+         f"{name} simulates chains: give it no tree, no lookup and no rule, and a mode without a CUDA graph"),
+        (m.lookup and captured,
+         f"{name}: in mode {s.mode} the host cannot ask a lookup: choose eager or compiled"),
+        (m.adaptive and (m.alpha or captured),
+         f"{name}: adaptive is for real drafts, and in mode {s.mode} the host cannot end a chain: choose eager or "
+         "compiled"),
+        (m.round_ms and m.adaptive in ("", "confidence"),
+         f"{name}: round_ms is for adaptive: acceptance or both"),
+        ((m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft),
+         f"{name}: swift and state are for the method swift without a draft"),
+        (mirror and (m.alpha or m.adaptive or m.lookup or s.mode != "eager"),
+         f"{name}: mirror is for small language models alone and mode eager: drop alpha, adaptive, lookup and mode"),
+        (grammar and (m.alpha or m.adaptive or tree or m.tree.paths or mirror),
+         f"{name}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree, mirror"),
+    )  # fmt: skip
+
+
+def _refuse(*cases: tuple[object, str]) -> None:
+    """UserError with the message of the first case that holds."""
+    for holds, message in cases:
+        if holds:
+            raise UserError(message)

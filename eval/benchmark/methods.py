@@ -9,18 +9,11 @@ from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
-from decode.drafts.registry import (
-    DRAFT_FAMILIES,
-    add_lookup,
-    create_draft,
-    find_family,
-    load_draft,
-    make_adaptive,
-    make_mirror,
-)
+from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
+from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
@@ -35,14 +28,10 @@ class Method:
     """A draft at one setting, under the name that reports use. Methods are equal whatever object their draft is."""
 
     name: str
-    draft: Draft | None = field(default=None, compare=False, repr=False)
-    """None: plain decoding."""
-    k: int = 0
-    """Tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding."""
-    rule: str = "exact"
-    """Verification rule (decode/verification/registry.py)."""
-    shape: TreeShape = None
-    """Token tree; None: a chain."""
+    draft: Draft | None = field(default=None, compare=False, repr=False)  # None: plain decoding
+    k: int = 0  # tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding
+    rule: str = "exact"  # verification rule (decode/verification/registry.py)
+    shape: TreeShape = None  # token tree; None: a chain
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
     layers: int = 0
@@ -82,10 +71,11 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
     """All methods but plain decoding, in their order. UserError for a draft that is missing or not the target's."""
     methods = []
     for m in s.methods:
-        depth = draft_depth(m, s.k)
+        shape = tree_shape(m.tree)
+        depth = shape.depth if isinstance(shape, StaticTree) else m.k or s.k
         check_draft_length(target, depth, f"k of method {m.name!r}")
         draft = build_draft(m, target, s.dtype)
-        if tree_shape(m.tree) is not None and not m.alpha and not drafts_trees(m):
+        if shape is not None and not m.alpha and not drafts_trees(m):
             raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
         methods.append(
             Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive, mirror=m.mirror)
@@ -100,15 +90,7 @@ def tree_shape(tree: TreeConfig) -> TreeShape:
     return DynamicTree(tree.width, tree.nodes) if tree.nodes > 0 else None
 
 
-def draft_depth(m: MethodConfig, k: int) -> int:
-    """Positions that a round can accept: a fixed tree has its own depth."""
-    shape = tree_shape(m.tree)
-    return shape.depth if isinstance(shape, StaticTree) else m.k or k
-
-
 def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
-    """The draft that the settings name; with a lookup in front, with chains of adaptive length, or beside the target's
-    pass if they ask for it."""
     draft = _build_draft_alone(m, target, dtype)
     if m.lookup:
         draft = add_lookup(draft, m.lookup, m.min_match, target)
@@ -158,7 +140,6 @@ def drafts_trees(m: MethodConfig) -> bool:
 def fit_simulated_drafts(
     methods: Sequence[Method], target: Target, items: Sequence[TaskPrompt], tokens: int
 ) -> None:
-    """Gives simulated drafts the target's greedy answers to the prompts; other drafts are left alone."""
     for method in methods:
         if isinstance(method.draft, SimulatedDraft):
             prompts = [item.prompt_ids for item in items]
@@ -208,15 +189,10 @@ def describe_method(
 
 
 def describe_tree(shape: TreeShape) -> TreeRecord | None:
-    """None for a chain."""
-    if isinstance(shape, StaticTree):
-        return TreeRecord(paths=tree_paths(shape))
-    return None if shape is None else TreeRecord(shape.width, shape.nodes)
-
-
-def tree_paths(tree: StaticTree) -> list[list[int]]:
-    """Its nodes as rank paths, from which decode.verification.tree.tree_from_paths makes the tree again."""
+    """Of a fixed tree its nodes as rank paths, from which `tree_from_paths` makes it again; None for a chain."""
+    if not isinstance(shape, StaticTree):
+        return None if shape is None else TreeRecord(shape.width, shape.nodes)
     paths: list[list[int]] = [[]]
-    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
         paths.append([*paths[parent], rank])
-    return paths[1:]
+    return TreeRecord(paths=paths[1:])

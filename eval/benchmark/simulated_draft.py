@@ -10,25 +10,32 @@ from dataclasses import replace
 import torch
 
 from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.wrappers import DraftWrapper
 from decode.engine.engine import decode
-from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 
 
-class SimulatedDraft(Draft):
+class FreeDraft(Draft):
+    """Costs nothing: drafts no token."""
+
+    name = "free"
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        return Proposal(history.new_empty(len(length), 0), None)
+
+
+class SimulatedDraft(DraftWrapper):
     """Position i is right with probability alpha[i] given that those before were (the last of `alpha` continues).
 
     A `cost` draft runs as usual and its proposal is discarded. Greedy chains only; needs `record_answers` first.
     """
 
-    name = "simulated"
-
     def __init__(self, alpha: Sequence[float], vocab_size: int, cost: Draft | None = None):
-        self.alpha, self.vocab_size, self.cost = list(alpha), vocab_size, cost
+        super().__init__(cost or FreeDraft())
+        self.name, self.context = "simulated", None
+        self.alpha, self.vocab_size = list(alpha), vocab_size
         self.answers: dict[tuple[int, ...], list[int]] = {}
-        self.on_host = cost is not None and cost.on_host
-        self.aux_layers = None if cost is None else cost.aux_layers
 
     def record_answers(
         self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int
@@ -40,20 +47,10 @@ class SimulatedDraft(Draft):
             for output in decode(endless, None, new, max_new_tokens=tokens, rows=rows):
                 self.answers[tuple(output.prompt_ids)] = output.output_ids
 
-    def max_slots(self, k: int) -> int:
-        return super().max_slots(k) if self.cost is None else self.cost.max_slots(k)
-
     def begin_batch(self, request: DraftContext) -> None:
+        super().begin_batch(request)
         self.request = request
         self.answer_tokens = torch.empty(0, 0, dtype=torch.long)
-        if self.cost is not None:
-            self.cost.begin_batch(request)
-
-    def can_grow(self) -> bool:
-        return self.cost is None or self.cost.can_grow()
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        return [] if self.cost is None else self.cost.kv_caches()
 
     def prefill(
         self,
@@ -62,41 +59,22 @@ class SimulatedDraft(Draft):
         length: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        if self.cost is not None:
-            self.cost.prefill(row, prompts, length, features)
+        super().prefill(row, prompts, length, features)
         if self.answer_tokens.numel() == 0:
             shape = (self.request.rows, self.request.size)
             self.answer_tokens = torch.full(shape, NO_DRAFT, device=prompts.device)
         for at, tokens, count in zip(row.tolist(), prompts.tolist(), length.tolist(), strict=True):
             answer = self.answers[tuple(tokens[:count])]
-            self.grow_answer_table(count + len(answer))
+            more = count + len(answer) - self.answer_tokens.shape[1]
+            if more > 0:
+                pad = torch.nn.functional.pad
+                self.answer_tokens = pad(self.answer_tokens, (0, more), value=NO_DRAFT)
             self.answer_tokens[at] = NO_DRAFT
             self.answer_tokens[at, count : count + len(answer)] = torch.tensor(answer)
 
-    def reserve(self, size: int) -> None:
-        if self.cost is not None:
-            self.cost.reserve(size)
-
-    def grow_answer_table(self, size: int) -> None:
-        """Enlarges the table of answers to `size` positions per row."""
-        more = size - self.answer_tokens.shape[1]
-        if more > 0:
-            self.answer_tokens = torch.nn.functional.pad(
-                self.answer_tokens, (0, more), value=NO_DRAFT
-            )
-
-    def on_commit(self, row: int, tokens: list[int]) -> None:
-        if self.cost is not None:
-            self.cost.on_commit(row, tokens)
-
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        if self.cost is not None:
-            self.cost.update_hidden_states(features, count)
-
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """The answer's tokens with probability alpha, else wrong ones; none where the answer is not known."""
-        if self.cost is not None:
-            self.cost.propose(history, length, k)
+        self.inner.propose(history, length, k)
         alpha = [self.alpha[min(i, len(self.alpha) - 1)] for i in range(k)]
         coins = torch.tensor([[a, 1 - a] for a in alpha], device=length.device)
         right = self.request.choose(coins.expand(len(length), k, 2)) == 0

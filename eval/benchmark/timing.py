@@ -41,8 +41,7 @@ class TimingContext:
     top_p: float = 1.0
     mode: str = "eager"
     seed: int = 0
-    grammar: Matcher | None = None
-    """Of all answers; None: any text."""
+    grammar: Matcher | None = None  # of all answers; None: any text
 
     def sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.top_k, self.top_p)
@@ -76,8 +75,7 @@ class TimingResult:
     """Of other engines by label: one for each prompt, in their order."""
     refused: dict[Method, str] = field(default_factory=dict)
     """Methods that cannot run at their setting, and why; they have no records."""
-    repeated_turns: int = 0
-    """Turns that were measured again, since a method had stalled in them."""
+    repeated_turns: int = 0  # turns that were measured again, since a method had stalled in them
 
 
 def time_methods(
@@ -189,13 +187,8 @@ class InterleavedTimer:
         for method in self.methods:
             try:
                 self.engines[method] = self.context.build_engine(method, self.sampling)
-                run_every_shape(
-                    self.engines[method],
-                    method,
-                    batches,
-                    self.context.max_new_tokens,
-                    self.tolerant,
-                )
+                arguments = self.engines[method], method, batches, self.context.max_new_tokens
+                run_every_shape(*arguments, self.tolerant)
             except UserError as error:
                 if self.tolerant or method == PLAIN_DECODING:
                     raise
@@ -211,20 +204,14 @@ class InterleavedTimer:
 
         A failure of plain decoding is one of all methods, since nothing can be compared then.
         """
-        tokens = self.context.max_new_tokens
         order = methods if self.plain_twice or number % 2 == 0 else methods[::-1]
-        passes = {m: self._decode(m, batch, first, tokens) for m in order}
+        passes = {m: self._decode(m, batch, first) for m in order}
         answers: dict[str, list[EngineAnswer]] = {}
         again: dict[Method, list[DecodeRecord] | str] = {}
         if self.plain_twice:
             answers = {label: [f(item) for item in batch] for label, f in self.others.items()}
-            again = {PLAIN_DECODING: self._decode(PLAIN_DECODING, batch, first, tokens)}
-        failed = {
-            m: own
-            for own_passes in (again, passes)
-            for m, own in own_passes.items()
-            if isinstance(own, str)
-        }
+            again = {PLAIN_DECODING: self._decode(PLAIN_DECODING, batch, first)}
+        failed = {m: own for m, own in (again | passes).items() if isinstance(own, str)}
         if PLAIN_DECODING in failed:
             error = f"plain decoding failed: {failed[PLAIN_DECODING]}"
             failed = dict.fromkeys(methods, error) | failed
@@ -237,11 +224,12 @@ class InterleavedTimer:
         return Attempt(records, second, answers), failed
 
     def _decode(
-        self, method: Method, batch: Sequence[TaskPrompt], first: int, max_new_tokens: int
+        self, method: Method, batch: Sequence[TaskPrompt], first: int
     ) -> list[DecodeRecord] | str:
         seeds = row_seeds(self.context.seed, first + len(batch))[first:]
+        arguments = self.engines[method], method, batch, seeds, self.context.max_new_tokens
         try:
-            return decode_batch(self.engines[method], method, batch, seeds, max_new_tokens)
+            return decode_batch(*arguments)
         except Exception as error:  # a report names what failed and goes on; Ctrl-C is no Exception
             if not self.tolerant:
                 raise
@@ -289,6 +277,5 @@ def decode_batch(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

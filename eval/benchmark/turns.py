@@ -14,10 +14,8 @@ from eval.metrics.stalls import PassTime, SteadyTime, steady_times
 
 EngineAnswer = dict[str, Any]
 """One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}."""
-Column = tuple[str, str]
-"""A pass of every turn: (which part of an attempt, label)."""
-MOST_REPEATS = 2
-"""Of one turn."""
+Column = tuple[str, str]  # A pass of every turn: (which part of an attempt, label)
+MOST_REPEATS = 2  # of one turn
 REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
 """Repeats are at most this share of all turns, but so many in a short run: a slow machine must not go on forever."""
 
@@ -26,8 +24,7 @@ REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
 class Attempt:
     """One time that a turn was measured."""
 
-    records: dict[str, list[DecodeRecord]]
-    """By the method's label; a method that failed has none."""
+    records: dict[str, list[DecodeRecord]]  # by the method's label; a method that failed has none
     again: dict[str, list[DecodeRecord]]
     """The second passes of methods that are timed twice, which only plain decoding is."""
     answers: dict[str, list[EngineAnswer]] = field(default_factory=dict)
@@ -61,15 +58,10 @@ class Attempt:
             "answers": self.answers,
         }
 
-    def has_output_of(self, other: "Attempt") -> bool:
-        """Whether every method and engine gave the same tokens."""
-        return all(
-            [x.output_ids for x in own] == [x.output_ids for x in self.records.get(m, [])]
-            for m, own in other.records.items()
-        ) and all(
-            [x.get("ids") for x in own] == [x.get("ids") for x in self.answers.get(m, [])]
-            for m, own in other.answers.items()
-        )
+    def outputs(self) -> dict[Column, list[Any]]:
+        """The tokens of every method and engine."""
+        ours = {("records", m): [x.output_ids for x in own] for m, own in self.records.items()}
+        return ours | {("answers", m): [x.get("ids") for x in y] for m, y in self.answers.items()}
 
 
 @dataclass
@@ -89,7 +81,8 @@ class Turn:
     def add_repeat(self, attempt: Attempt) -> bool:
         """Whether the attempt gave the same tokens as the first: seconds of other texts do not compare."""
         self.repeats += 1
-        if not attempt.has_output_of(self.attempts[0]):
+        found = attempt.outputs()
+        if any(found.get(x, []) != own for x, own in self.attempts[0].outputs().items()):
             return False
         self.attempts.append(attempt)
         return True
@@ -164,7 +157,12 @@ def pass_time(
     """The clock of one pass: of a batch's records, or of answers that were given one by one. None if any failed."""
     records = [x for x in own if isinstance(x, DecodeRecord)]
     if not records:
-        return _answers_time([x for x in own if isinstance(x, dict)])
+        answers = [x for x in own if isinstance(x, dict)]
+        if any("error" in x for x in answers):
+            return None
+        prefill = sum(x.get("first_token_seconds", 0.0) for x in answers)
+        work = sum(len(x["ids"]) if x["rounds"] is None else x["rounds"] + 1 for x in answers)
+        return PassTime(prefill, sum(x["seconds"] for x in answers) - prefill, work=work)
     longest = max(records, key=lambda record: len(record.rounds))
     prefill = longest.first_token_seconds
     rounds: tuple[tuple[int, float], ...] = ()
@@ -175,14 +173,6 @@ def pass_time(
         return PassTime(0.0, sum(longest.round_seconds), rounds)
     whole = sum(record.seconds for record in records)
     return PassTime(prefill, whole - prefill, rounds, len(longest.rounds))
-
-
-def _answers_time(answers: Sequence[EngineAnswer]) -> PassTime | None:
-    if any("error" in answer for answer in answers):
-        return None
-    prefill = sum(answer.get("first_token_seconds", 0.0) for answer in answers)
-    work = sum(len(x["ids"]) if x["rounds"] is None else x["rounds"] + 1 for x in answers)
-    return PassTime(prefill, sum(answer["seconds"] for answer in answers) - prefill, work=work)
 
 
 def _steady_attempt(

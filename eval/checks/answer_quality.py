@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eval.checks import sandbox
@@ -13,13 +13,6 @@ from eval.tasks.loading import TaskPrompt
 NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WORD_PATTERN = re.compile(r"\w+")
 CODE_BLOCK_PATTERN = re.compile(r"```(?:[Pp]ython)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-METRIC_NAMES = {
-    "number": "exact match",
-    "rouge-l": "ROUGE-L",
-    "code": "pass@1",
-    "json": "valid JSON",
-}
-"""Names in a report by `metric` of a task."""
 
 
 def last_number(text: str) -> float | None:
@@ -38,20 +31,14 @@ def exact_match(answer: str, reference: str) -> float:
 def rouge_l(answer: str, reference: str) -> float:
     """F1 of the longest common subsequence of words (Lin 2004): lower case, no stemming; 0 if either is empty."""
     a, b = WORD_PATTERN.findall(answer.lower()), WORD_PATTERN.findall(reference.lower())
-    common = _lcs_length(a, b)
-    return 2 * common / (len(a) + len(b)) if common else 0.0
-
-
-def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence, in O(len(a) · len(b))."""
-    row = [0] * (len(b) + 1)
+    row = [0] * (len(b) + 1)  # of each beginning of b: the longest with what was read of a
     for x in a:
         corner = 0
         for j, y in enumerate(b, 1):
             above = row[j]
             row[j] = corner + 1 if x == y else max(above, row[j - 1])
             corner = above
-    return row[-1]
+    return 2 * row[-1] / (len(a) + len(b)) if row[-1] else 0.0
 
 
 def is_json(answer: str) -> float:
@@ -64,15 +51,27 @@ def is_json(answer: str) -> float:
 
 
 def build_test_program(answer: str, prefix: str, tests: str, stop: Sequence[str]) -> str:
-    """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests.
-
-    The answer is cut at its first stop string.
-    """
+    """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests. The
+    answer is cut at its first stop string."""
     fenced = CODE_BLOCK_PATTERN.findall(answer)
     if fenced:
         return f"{prefix}\n\n{fenced[0]}\n\n{tests}\n"
     ends = [answer.find(text) for text in stop if text in answer]
     return f"{prefix}{answer[: min(ends)] if ends else answer}\n\n{tests}\n"
+
+
+def passes_tests(answer: str, item: TaskPrompt) -> float:
+    program = build_test_program(answer, item.prefix, item.reference, item.stop)
+    return float(sandbox.run(program).passed)
+
+
+METRICS: dict[str, tuple[str, Callable[[str, TaskPrompt], float]]] = {
+    "number": ("exact match", lambda answer, item: exact_match(answer, item.reference)),
+    "rouge-l": ("ROUGE-L", lambda answer, item: rouge_l(answer, item.reference)),
+    "code": ("pass@1", passes_tests),
+    "json": ("valid JSON", lambda answer, item: is_json(answer)),
+}
+"""(name in a report, how an answer is scored) by `metric` of a task."""
 
 
 def score_answer(
@@ -81,16 +80,7 @@ def score_answer(
     """The answer's score, 0 to 1; None if the prompt has no reference, or if it asks for code and `run_code` is off."""
     if not item.metric or (item.metric == "code" and not run_code):
         return None
-    answer = tokenizer.decode(output_ids, skip_special_tokens=True)
-    if item.metric == "number":
-        return exact_match(answer, item.reference)
-    if item.metric == "rouge-l":
-        return rouge_l(answer, item.reference)
-    if item.metric == "json":
-        return is_json(answer)
-    return float(
-        sandbox.run(build_test_program(answer, item.prefix, item.reference, item.stop)).passed
-    )
+    return METRICS[item.metric][1](tokenizer.decode(output_ids, skip_special_tokens=True), item)
 
 
 def compare_answer_quality(
@@ -99,12 +89,10 @@ def compare_answer_quality(
     plain_scores: Mapping[tuple[str, str], float | None],
     seed: int,
 ) -> list[QualityScore]:
-    """One for each metric. Scores are by (task, id) of a prompt, of the method and of plain decoding.
-
-    Intervals are paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it.
-    """
+    """One for each metric. Scores are by (task, id) of a prompt, of the method and of plain decoding. Intervals are
+    paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it."""
     rows = []
-    for kind, name in METRIC_NAMES.items():
+    for kind, (name, _) in METRICS.items():
         keys = [(item.task, item.id) for item in items if item.metric == kind]
         pairs = [(scores.get(key), plain_scores.get(key)) for key in keys]
         both = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -112,13 +100,6 @@ def compare_answer_quality(
             continue
         ones = [1.0] * len(both)
         own, base = (Ratio(side, ones) for side in zip(*both, strict=True))
-        rows.append(
-            QualityScore(
-                metric=name,
-                prompts=len(both),
-                value=own.estimate(seed),
-                plain=sum(base.numerators) / len(both),
-                difference=paired_difference(own, base, seed),
-            )
-        )
+        plain, difference = sum(base.numerators) / len(both), paired_difference(own, base, seed)
+        rows.append(QualityScore(name, len(both), own.estimate(seed), plain, difference))
     return rows

@@ -45,10 +45,8 @@ def reference_greedy_output(
     stop: Sequence[str] = (),
     grammar: Matcher | None = None,
 ) -> list[int]:
-    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are.
-
-    With `grammar` it chooses among the tokens that this allows.
-    """
+    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are. With
+    `grammar` it chooses among the tokens that this allows."""
 
     def allowed(_: int, text: torch.Tensor) -> list[int]:
         assert grammar is not None
@@ -72,10 +70,8 @@ def reference_greedy_output(
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, where a missing token differs too; None for equal sequences."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
+    different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(different, None if len(a) == len(b) else min(len(a), len(b)))
 
 
 @torch.inference_mode()
@@ -83,10 +79,8 @@ def logits_after(
     model: Any, ids: list[int], start: int, width: int, **arguments: Any
 ) -> torch.Tensor:
     """Logits [V] of the token after `ids`, by one pass over ids[:start] and passes over `width` tokens each.
-
-    `arguments`: those of `decoder_inputs`.
-    The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
-    """
+    `arguments`: those of `decoder_inputs`. The last pass has its full width too, as in verification; the tokens that it
+    reads past `ids` are arbitrary."""
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
     name, cache, at, end = cache_name(model), None, 0, start
     while True:
@@ -105,9 +99,9 @@ def wider_precision(model: Any) -> Iterator[None]:
     wide = WIDER_DTYPE.get(model.dtype, torch.float64)
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        parts = [module, *module.children()]
-        return [weight for part in parts for weight in part.parameters(recurse=False)]
+    def weights(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+        for part in (module, *module.children()):
+            yield from part.parameters(recurse=False)
 
     def widen(module: torch.nn.Module, _: Any) -> None:
         for weight in weights(module):
@@ -117,8 +111,7 @@ def wider_precision(model: Any) -> Iterator[None]:
 
     def restore(module: torch.nn.Module, *_: Any) -> None:
         for weight in weights(module):
-            if weight in kept:
-                weight.data = kept.pop(weight)
+            weight.data = kept.pop(weight, weight.data)
 
     experts = model.get_experts_implementation()
     model.set_experts_implementation("eager")  # kernels for experts do not know every dtype
@@ -148,9 +141,8 @@ def measure_pair(
 
     with wider_precision(model) if holds_all_weights(model) else nullcontext():
         exact = gap(len(ids), 1)
-    apart = max(
-        1, start - 1
-    )  # the prompt's last token with the answer, so that its logits vary too
+    # The prompt's last token is read with the answer, so that its logits vary too.
+    apart = max(1, start - 1)
     passes = [gap(len(ids), 1), gap(start, 1), *(gap(apart, width) for width in range(1, k + 2))]
     return exact, max(abs(found - exact) for found in passes)
 
@@ -162,11 +154,8 @@ def find_mismatches(
     outputs: Sequence[list[int]],
     k: int,
 ) -> list[GreedyMismatch]:
-    """The outputs that are not their reference, each with its first difference and whether that is a tie.
-
-    references, outputs: token ids of `reference_greedy_output` and of the checked method for each item; k: drafted
-    tokens per round.
-    """
+    """The outputs that are not their reference, each with its first difference and whether that is a tie. k: drafted
+    tokens per round."""
     mismatches = []
     for item, reference, output in zip(items, references, outputs, strict=True):
         at = first_difference(reference, output)
@@ -190,14 +179,14 @@ def greedy_verdict(
     own = {(item.task, item.id) for item in items}
     found = [m for m in mismatches if (m.task, m.id) in own]
     ties, failures = [m for m in found if m.tie], [m for m in found if not m.tie]
-    share = 1 / len(items)
+    share, identical = 1 / len(items), len(items) - len(found)
     return GreedyVerdict(
         greedy_identical=len(failures) == 0,
         prompts=len(items),
-        identical=len(items) - len(found),
+        identical=identical,
         ties=ties,
         failures=failures,
-        exact=share * (len(items) - len(found)),
+        exact=share * identical,
         tied=share * len(ties),
         failed=share * len(failures),
         noise=max((m.noise for m in found if m.noise is not None), default=None),

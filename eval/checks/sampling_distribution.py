@@ -17,7 +17,7 @@ There are two controls: plain decoding must pass, and the same drafts under a lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,28 +48,12 @@ from eval.results.report import LawResult, LawTest, LawVerdict
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16
-TOKENS_PER_PROMPT = 48
-"""Tokens sampled after each prompt. Short texts use more prompts and keep fewer of the draft's distributions."""
-MAX_IMPOSSIBLE_SHARE = 1e-3
-"""Share of tokens that may lie just outside top-k or top-p, because two passes round differently."""
-MIN_TOKENS = 200
-"""A test of fewer tokens is left out."""
-LOSSY_CONTROL_RULE = "typical"
-"""The registered rule of the control: the tests must reject it."""
-TOKENWISE_RULE = "exact"
-"""Accepts drafted tokens one by one; only then each token follows p given that its position was reached, for the orders
-that need the draft's distributions."""
+MIN_TOKENS = 200  # a test of fewer tokens is left out
 
 
-@dataclass(frozen=True)
-class PITValues:
-    """u of n emitted tokens, an array [n] for each order; uniform if the tokens follow p."""
-
-    by_probability: Array
-    by_token_id: Array
-    by_p_minus_q: Array  # NaN where the draft's distribution is not known
-    bonus: Array  # True for bonus tokens
-    impossible: Array  # True where p(token) is 0
+PITValues = dict[str, Array]
+"""u of n emitted tokens by the name of an order, uniform if the tokens follow p; NaN for tokens of which the order says
+nothing. Under `impossible`: 1 where p(token) is 0."""
 
 
 def check_sampling_distribution(
@@ -100,13 +84,13 @@ def check_sampling_distribution(
     verdicts = []
     for number, method in enumerate(real):
         lossless = find_rule(method.rule).lossless
-        control_caught: bool | None = None
+        caught: bool | None = None
         if method.draft is not None and lossless:
-            control = replace(method, rule=LOSSY_CONTROL_RULE)
+            control = replace(method, rule="typical")  # which the tests must reject
             found = judge_tests(run_tests(control, s.seed + 2 * number + 1))
-            control_caught = not all(test.passed for test in found)
+            caught = not all(test.passed for test in found)
         passed = all(test.passed for test in judged if test.method == method.name)
-        verdicts.append(LawVerdict(method.name, not lossless, passed, control_caught))
+        verdicts.append(LawVerdict(method.name, not lossless, passed, caught))
     claims = [v for v in verdicts if not v.lossy]
     return LawResult(
         temperature=sampling.temperature,
@@ -120,12 +104,13 @@ def check_sampling_distribution(
 
 
 def judge_tests(tests: Sequence[LawTest]) -> list[LawTest]:
-    """With what Holm's correction says of them together. Too many tokens that p excludes fail a test as well."""
+    """With what Holm's correction says of them together. Too many tokens that p excludes fail a test as well: a few may
+    lie just outside top-k or top-p, because two passes round differently."""
     level = SIGNIFICANCE_LEVEL / max(1, len(tests))
     return [
         replace(
             test,
-            passed=ok and test.impossible <= MAX_IMPOSSIBLE_SHARE,
+            passed=ok and test.impossible <= 1e-3,
             detects=minimum_detectable_shift(test.tokens, level),
         )
         for test, ok in zip(tests, holm_passes([test.p_value for test in tests]), strict=True)
@@ -141,10 +126,8 @@ def sample_pit_values(
     tokens: int,
     seed: int,
 ) -> PITValues:
-    """PIT values of at least `tokens` sampled tokens after the items' prompts, in eager mode.
-
-    The prompts are used again, with other seeds, until there are enough tokens.
-    """
+    """PIT values of at least `tokens` sampled tokens after the items' prompts, in eager mode. The prompts are used
+    again, with other seeds, until there are enough tokens."""
     draft = None if method.draft is None else RecordingDraft(method.draft)
     engine = SpeculativeEngine(
         target, draft, k=max(1, method.k), sampling=sampling, rule=method.rule
@@ -159,15 +142,17 @@ def sample_pit_values(
         seeds = [((seed + 1) << 40) + batch * BATCH_SIZE + i for i in range(BATCH_SIZE)]
         if draft is not None:
             draft.proposals.clear()
-        rounds = engine.speculate(chosen, max_new_tokens=TOKENS_PER_PROMPT, seeds=seeds)
+        # Short texts use more prompts and keep fewer of the draft's distributions.
+        rounds = engine.speculate(chosen, max_new_tokens=48, seeds=seeds)
         outputs = collect_outputs(chosen, rounds)
-        recorded = draft.proposals if draft is not None and method.rule == TOKENWISE_RULE else []
+        # Of the rules this one alone accepts drafted tokens one by one: only then each token follows p given that its
+        # position was reached.
+        recorded = draft.proposals if draft is not None and method.rule == "exact" else []
         for row, output in enumerate(outputs):
             parts.append(_pit_values(model, output, recorded, row, sampling, rng))
             total += len(output.output_ids)
         batch += 1
-    columns = vars(parts[0])
-    return PITValues(**{name: np.concatenate([vars(x)[name] for x in parts]) for name in columns})
+    return {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
 
 
 @torch.inference_mode()
@@ -179,45 +164,41 @@ def _pit_values(
     sampling: SamplingParams,
     rng: np.random.Generator,
 ) -> PITValues:
-    """The PIT values of one text, with p from one teacher-forced pass of the plain model.
-
-    `proposals`: that of each round, empty where the draft's distributions are not used. `row`: the text's row in them.
-    """
+    """The PIT values of one text, with p from one teacher-forced pass of the plain model. `proposals`: that of each
+    round, empty where the draft's distributions are not used. `row`: the text's row in them."""
     n = len(output.output_ids)
     logits = answer_logits(model, output.prompt_ids, output.output_ids)
     p = warp(logits, sampling).double()
     x = torch.tensor(output.output_ids, device=p.device)
     u = torch.from_numpy(rng.random(n)).to(p.device)
-    p_x = p.gather(1, x[:, None])[:, 0]
 
     def transform(score: torch.Tensor) -> torch.Tensor:
         """u for tokens in descending order of `score` [n, V] or [V]; tokens of equal score form one group."""
         score = score.expand_as(p)
         own = score.gather(1, x[:, None])
-        before = (p * (score > own)).sum(1)
-        tied = (p * (score == own)).sum(1)
-        return before + u * tied
+        return (p * (score > own)).sum(1) + u * (p * (score == own)).sum(1)
 
     # A group of ties has the probability of its tokens' sum under p, so u stays uniform.
     q, bonus = _draft_distributions(output, proposals, row, p)
     by_draft = torch.where(q.isnan().any(1), torch.nan, transform(p - q.nan_to_num()))
-    columns = (
-        transform(p),
-        transform(-torch.arange(p.shape[1], device=p.device).double()),
-        by_draft,
-        bonus,
-        p_x == 0,
-    )
-    return PITValues(*(column.cpu().numpy() for column in columns))
+    by_id = transform(-torch.arange(p.shape[1], device=p.device).double())
+    by_p, nowhere = transform(p), torch.full_like(by_id, torch.nan)
+    columns = {
+        "p": by_p,
+        "id": by_id,
+        "p - q": by_draft,
+        "p, bonus": torch.where(bonus, by_p, nowhere),
+        "id, bonus": torch.where(bonus, by_id, nowhere),
+        "impossible": p.gather(1, x[:, None])[:, 0] == 0,
+    }
+    return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
 def _draft_distributions(
     output: DecodeRecord, proposals: Sequence[Proposal], row: int, p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q [n, V] of each emitted token's position, NaN where unknown; bool [n]: it is a bonus token).
-
-    q is known only for chains: the distribution that the drafted token was drawn from, or a point mass at that token.
-    """
+    """(q [n, V] of each emitted token's position, NaN where unknown; bool [n]: it is a bonus token). q is known only
+    for chains: the distribution that the drafted token was drawn from, or a point mass at that token."""
     q = torch.full_like(p, torch.nan)
     bonus = torch.zeros(len(p), dtype=torch.bool, device=p.device)
     at = 1  # the first token comes from prefill
@@ -240,17 +221,10 @@ def _draft_distributions(
 
 def run_ks_tests(values: PITValues, method: str = "") -> list[LawTest]:
     """A test of each order with at least MIN_TOKENS tokens, not judged yet."""
-    known = ~np.isnan(values.by_p_minus_q)
-    sets = {
-        "p": values.by_probability,
-        "id": values.by_token_id,
-        "p - q": values.by_p_minus_q[known],
-        "p, bonus": values.by_probability[values.bonus],
-        "id, bonus": values.by_token_id[values.bonus],
-    }
-    impossible = float(values.impossible.mean())
+    impossible = float(values["impossible"].mean())
     tests = []
-    for order, u in sets.items():
+    for order in (order for order in values if order != "impossible"):
+        u = values[order][~np.isnan(values[order])]
         if len(u) >= MIN_TOKENS:
             distance = ks_distance(u)
             p_value = ks_p_value(distance, len(u))

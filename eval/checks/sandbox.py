@@ -13,10 +13,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-TIME_LIMIT_SECONDS = 10.0
-MEMORY_LIMIT_BYTES = 1 << 30
-FILE_LIMIT_BYTES = 1 << 20
-
 # Runs in the child before the code. A new network namespace has no interface; where the kernel refuses one, Python's
 # sockets are replaced, which stops accidents only.
 SANDBOX_PRELUDE = """
@@ -54,26 +50,20 @@ print("PASSED " + sys.argv[4], file=sys.__stderr__, flush=True)
 class SandboxResult:
     """How the code ended."""
 
-    passed: bool
-    """The code ran to its end without an exception."""
-    reason: str
-    """Why it did not pass; empty if it passed."""
+    passed: bool  # the code ran to its end without an exception
+    reason: str  # why it did not pass; empty if it passed
     network: str
     """How the network was blocked: "namespace" or "sockets", "unknown" if the code ended before that was printed."""
 
 
-def run(
-    code: str, seconds: float = TIME_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES
-) -> SandboxResult:
-    """Runs `code` in an empty folder, without this process's environment, then kills its process group.
-
-    seconds: limit of wall time. memory: limit of the address space in bytes. Code that ends early (sys.exit) fails.
-    """
+def run(code: str, seconds: float = 10.0) -> SandboxResult:
+    """Runs `code` in an empty folder, without this process's environment, for at most `seconds` of wall time, then
+    kills its process group. Code that ends early (sys.exit) fails."""
     token = os.urandom(8).hex()
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-I", "-S", "-c", SANDBOX_PRELUDE,
-            str(int(seconds) + 1), str(memory), str(FILE_LIMIT_BYTES), token,
+            str(int(seconds) + 1), str(1 << 30), str(1 << 20), token,  # bytes of memory, and of a file
         ]  # fmt: skip
         process = subprocess.Popen(
             command,
@@ -92,17 +82,12 @@ def run(
         except subprocess.TimeoutExpired:
             err, reason = "", f"not finished after {seconds:g} s"
         finally:
-            _kill_process_group(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     lines = [line for line in err.splitlines() if line.strip()]
     network = lines[0] if lines and lines[0] in ("namespace", "sockets") else "unknown"
     passed = bool(lines) and lines[-1] == f"PASSED {token}" and process.returncode == 0
     if not passed and not reason:
         reason = lines[-1][:200] if len(lines) > 1 else f"ended with {process.returncode}"
     return SandboxResult(passed, "" if passed else reason, network)
-
-
-def _kill_process_group(process: subprocess.Popen[str]) -> None:
-    """Kills the process and its children, and waits until they have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()

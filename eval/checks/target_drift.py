@@ -11,12 +11,7 @@ import torch
 
 from decode.common.errors import UserError
 from decode.engine.engine import decode
-from decode.model.loading import (
-    Target,
-    load_config,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from decode.model.loading import Target, load_config, load_tokenizer, tokenizer_fingerprint
 from decode.verification.sampling import SamplingParams
 from eval.metrics.bootstrap import Ratio
 from eval.results.report import TargetDrift
@@ -62,10 +57,10 @@ def _score_answer(old: Target, new: Target, prompt: list[int], answer: list[int]
     text = torch.tensor([prompt + answer], device=old.runner.device)
     start = torch.zeros(1, dtype=torch.long, device=text.device)
     log_probs = []
-    for target in (old, new):
-        target.runner.capture_hidden_states(None)
-        target.runner.allocate(1, text.shape[1])
-        logits = target.runner.step(text[:, :-1], start)[0, len(prompt) - 1 :]
+    for runner in (old.runner, new.runner):
+        runner.capture_hidden_states(None)
+        runner.allocate(1, text.shape[1])
+        logits = runner.step(text[:, :-1], start)[0, len(prompt) - 1 :]
         log_probs.append(torch.log_softmax(logits.float(), -1))
     log_p, log_q = log_probs
     label = text[0, len(prompt) :, None]

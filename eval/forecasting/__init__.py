@@ -6,5 +6,6 @@
 - costs: milliseconds of a round, measured with our engine or with another one, and the best K by batch size from them.
 - pages: forecast.json as Markdown.
 
-May import eval.metrics, eval.tasks, eval.benchmark and eval.reporting. docs/forecast.md has the derivation.
+May import eval.metrics, eval.tasks, eval.benchmark, eval.results and eval.reporting.
+docs/forecast.md has the derivation.
 """

@@ -88,14 +88,11 @@ def measure_chains(
     check_draft(draft)
     check_room(target, items, s)
     sampling = SamplingParams(s.temperature)
+    endless = replace(target, eos=frozenset())  # the text goes on behind its end
+    prompts, limit = [item.prompt_ids for item in items], s.max_new_tokens + s.k - 1
+    seeds = row_seeds(seed, len(items))
     records = decode(
-        replace(target, eos=frozenset()),  # the text goes on behind its end
-        None,
-        [item.prompt_ids for item in items],
-        max_new_tokens=s.max_new_tokens + s.k - 1,
-        sampling=sampling,
-        rows=s.rows,
-        seeds=row_seeds(seed, len(items)),
+        endless, None, prompts, max_new_tokens=limit, sampling=sampling, rows=s.rows, seeds=seeds
     )
     found = []
     for start in range(0, len(items), s.rows):
@@ -103,14 +100,10 @@ def measure_chains(
         texts = [record.output_ids for record in group]
         parts = follow_texts(target, draft, [record.prompt_ids for record in group], texts, s)
         for row, (item, text) in enumerate(zip(items[start : start + s.rows], texts, strict=True)):
-            length = answer_length(text[: s.max_new_tokens], target.eos)
+            ends = (i + 1 for i, token in enumerate(text) if token in target.eos)
+            length = min(next(ends, s.max_new_tokens), s.max_new_tokens)  # with its EOS
             found.append(TextChains(item.task, item.id, length, *(part[row] for part in parts)))
     return found
-
-
-def answer_length(text: Sequence[int], eos: frozenset[int]) -> int:
-    """Tokens up to the first EOS, which is counted."""
-    return next((i + 1 for i, token in enumerate(text) if token in eos), len(text))
 
 
 @torch.inference_mode()
@@ -127,7 +120,7 @@ def follow_texts(
     that a draft's state is what decoding gives it.
     """
     runner, rows = target.runner, len(prompts)
-    text = torch.tensor([list(x) for x in texts], device=runner.device)
+    text = torch.tensor(texts, device=runner.device)
     count, starts = text.shape[1], s.max_new_tokens - 1
     greedy = s.temperature == 0
     sampling = SamplingParams(1.0 if greedy else s.temperature)  # only the order of q counts then

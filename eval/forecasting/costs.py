@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,8 +98,7 @@ def context_prompts(prompts: Sequence[list[int]], context: int) -> list[list[int
     return [stream[i : i + context] for i in range(len(prompts))]
 
 
-@dataclass(frozen=True)
-class CostShape:
+class CostShape(NamedTuple):
     """How many requests are measured together, how long their prompts are (0: as they come) and their answers."""
 
     batch: int

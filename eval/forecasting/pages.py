@@ -70,18 +70,14 @@ def schedule_text(entry: KSchedule) -> str:
     if entry.context:
         where += f", prompts of {entry.context:,} tokens"
     rates = entry.tokens_per_second
-    cells = [
-        [str(batch), *(format_number(values[i], 0) for values in rates.values())]
-        for i, batch in enumerate(entry.batches)
-    ]
+    columns = [[format_number(value, 0) for value in values] for values in rates.values()]
+    cells = [list(row) for row in zip(map(str, entry.batches), *columns, strict=True)]
     header = ["requests", *(f"K = {k}" for k in rates)]
     table = table_markdown(Table(f"Tokens per second, {where}", header, cells))
-    named = {"vLLM": entry.vllm, "TensorRT-LLM": entry.tensorrt_llm}
+    if not entry.vllm.speculative_config:
+        return f"{table}\n\nNo K pays."
     lines = [
-        *(
-            f"- {name} {x.version}: `{json.dumps(x.speculative_config)}`"
-            for name, x in named.items()
-        ),
-        f"- SGLang: `{' '.join(entry.sglang.flags)}`",
+        f"- {name} {x.version}: `{json.dumps(x.speculative_config)}`"
+        for name, x in (("vLLM", entry.vllm), ("TensorRT-LLM", entry.tensorrt_llm))
     ]
-    return table + "\n\n" + "\n".join(lines if entry.vllm.speculative_config else ["No K pays."])
+    return "\n".join([table, "", *lines, f"- SGLang: `{' '.join(entry.sglang.flags)}`"])

@@ -70,7 +70,6 @@ def text_to_json(text: TextChains) -> dict[str, Any]:
 
 
 def text_from_json(values: dict[str, Any]) -> TextChains:
-    """The text that `text_to_json` gave."""
     arrays = {name: np.array(values[name]) for name in ("p", "q", "best", "drafted")}
     return TextChains(**{**values, **arrays})
 
@@ -132,7 +131,6 @@ def round_starts(reach: Array, starts: int) -> Array:
 
 
 def add_rounds(texts: Sequence[ExpectedRounds]) -> ExpectedRounds:
-    """The counts of several texts together."""
     sums = {name: sum(vars(text)[name] for text in texts) for name in vars(texts[0])}
     return ExpectedRounds(**sums)
 

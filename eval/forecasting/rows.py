@@ -12,19 +12,6 @@ from eval.metrics.bootstrap import ALL_TASKS, Ratio, paired_ratio, ratio_or_none
 from eval.results.forecast import ForecastCounts, ForecastRow
 
 
-def rules_for(temperature: float, rules: Sequence[str]) -> Sequence[str]:
-    """Those of `rules` that differ at the temperature: greedy decoding has one."""
-    return rules if temperature > 0 else ["greedy"]
-
-
-def by_prompt(texts: Sequence[TextChains], rule: str, k: int) -> list[ExpectedRounds]:
-    """The expected counts of each prompt, those of several answers to it together."""
-    prompts: dict[tuple[str, str], list[ExpectedRounds]] = {}
-    for text in texts:
-        prompts.setdefault((text.task, text.id), []).append(expected_rounds(text, rule, k))
-    return [add_rounds(found) for found in prompts.values()]
-
-
 def forecast_row(
     texts: Sequence[TextChains],
     rule: str,
@@ -36,12 +23,13 @@ def forecast_row(
     temperature: float = 0.0,
 ) -> ForecastRow:
     """Of these texts, which are those of `task` at `temperature`; intervals are over prompts."""
-    prompts = by_prompt(texts, rule, k)
-    emitted = np.array([x.emitted for x in prompts])
-    rounds = np.array([x.rounds for x in prompts])
-    drafting = np.array([x.drafting_rounds for x in prompts])
-    accepted = np.array([x.accepted for x in prompts])
-    reached = np.array([x.reached for x in prompts])
+    answers: dict[tuple[str, str], list[ExpectedRounds]] = {}
+    for text in texts:
+        answers.setdefault((text.task, text.id), []).append(expected_rounds(text, rule, k))
+    prompts = [add_rounds(found) for found in answers.values()]
+    names = ("emitted", "rounds", "drafting_rounds", "accepted", "reached")
+    columns = (np.array([vars(x)[name] for x in prompts]) for name in names)
+    emitted, rounds, drafting, accepted, reached = columns
     speedup = Estimate()
     if cost is not None:
         slow = Ratio([cost.plain_request_ms(x) for x in prompts], emitted)
@@ -86,7 +74,8 @@ def forecast_rows(
         tasks = list(dict.fromkeys(text.task for text in found))
         for task in [ALL_TASKS, *tasks] if len(tasks) > 1 else [ALL_TASKS]:
             chosen = [text for text in found if task in (ALL_TASKS, text.task)]
-            for rule in rules_for(temperature, rules):
+            # Greedy decoding has one rule.
+            for rule in rules if temperature > 0 else ["greedy"]:
                 rows += [
                     forecast_row(chosen, rule, k, seed, cost, task=task, temperature=temperature)
                     for k in ks

@@ -22,18 +22,13 @@ from eval.metrics.bootstrap import Array, Ratio, paired_ratio
 class Acceptance:
     """Counts of n prompts at positions 1..k of a round's drafted tokens; of a tree, positions are depths."""
 
-    emitted: Array
-    """[n] tokens that rounds emitted: all but the first, which prefill gives."""
-    rounds: Array
-    """[n]"""
-    drafted: Array
-    """[n] drafted tokens."""
-    accepted: Array
-    """[n] accepted drafted tokens."""
+    emitted: Array  # [n] tokens that rounds emitted: all but the first, which prefill gives
+    rounds: Array  # [n]
+    drafted: Array  # [n] drafted tokens
+    accepted: Array  # [n] accepted drafted tokens
     reached_at: Array
     """[n, k] rounds that reached a position: they drafted it, and accepted all before it."""
-    accepted_at: Array
-    """[n, k] rounds that accepted a position."""
+    accepted_at: Array  # [n, k] rounds that accepted a position
 
     @classmethod
     def of(cls, records: Sequence[DecodeRecord], k: int = 0) -> "Acceptance":

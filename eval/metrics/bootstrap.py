@@ -4,7 +4,7 @@ Prompts are resampled, not rounds: rounds of one prompt are correlated, and resa
 gives intervals that are far too narrow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,7 @@ Interval = tuple[float, float]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-ALL_TASKS = "all"
-"""Stands for all tasks (or domains) together where a report names a task."""
+ALL_TASKS = "all"  # stands for all tasks (or domains) together where a report names a task
 MS_PER_SECOND = 1000.0
 
 
@@ -54,7 +53,7 @@ def ratio_interval(numerators: Numbers, denominators: Numbers, seed: int) -> Int
     """
     if not Ratio(numerators, denominators).has_interval:
         return None
-    return _percentile_interval(_safe_divide(*_resampled_sums([numerators, denominators], seed)))
+    return percentile_interval(_safe_divide(*_resampled_sums([numerators, denominators], seed)))
 
 
 def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
@@ -62,22 +61,23 @@ def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
     cancel out. Without a value where one of the three divisions has none."""
     one, other = slow.value, fast.value
     value = None if one is None or other is None else ratio_or_none(one, other)
-    if not (slow.has_interval and fast.has_interval):
-        return Estimate(value)
-    sums = _resampled_sums([*slow, *fast], seed)
-    ratios = _safe_divide(_safe_divide(*sums[:2]), _safe_divide(*sums[2:]))
-    return Estimate(value, _percentile_interval(ratios))
+    return Estimate(value, _paired_interval(slow, fast, _safe_divide, seed))
 
 
 def paired_difference(a: Ratio, b: Ratio, seed: int) -> Estimate:
     """a − b, with the same prompts drawn for both."""
     one, other = a.value, b.value
     value = None if one is None or other is None else one - other
+    return Estimate(value, _paired_interval(a, b, np.subtract, seed))
+
+
+def _paired_interval(
+    a: Ratio, b: Ratio, combine: Callable[[Array, Array], Array], seed: int
+) -> Interval | None:
     if not (a.has_interval and b.has_interval):
-        return Estimate(value)
+        return None
     sums = _resampled_sums([*a, *b], seed)
-    differences = _safe_divide(*sums[:2]) - _safe_divide(*sums[2:])
-    return Estimate(value, _percentile_interval(differences))
+    return percentile_interval(combine(_safe_divide(*sums[:2]), _safe_divide(*sums[2:])))
 
 
 def mean_of_ratios(numerators: Numbers, denominators: Numbers, seed: int) -> Estimate:
@@ -93,7 +93,7 @@ def mean_of_ratios(numerators: Numbers, denominators: Numbers, seed: int) -> Est
 
 
 def _safe_divide(numerators: Array, denominators: Array) -> Array:
-    """Element by element; NaN where the denominator is 0, which `_percentile_interval` drops."""
+    """Element by element; NaN where the denominator is 0, which `percentile_interval` drops."""
     out: Array = np.full(numerators.shape, np.nan)
     np.divide(numerators, denominators, out=out, where=denominators != 0)
     return out
@@ -107,7 +107,7 @@ def _resampled_sums(columns: Sequence[Numbers], seed: int) -> list[Array]:
     return [array[drawn].sum(1) for array in arrays]
 
 
-def _percentile_interval(values: Array) -> Interval | None:
+def percentile_interval(values: Array) -> Interval | None:
     values = values[np.isfinite(values)]
     if len(values) == 0:
         return None

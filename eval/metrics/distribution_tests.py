@@ -21,8 +21,7 @@ from eval.metrics.bootstrap import Array
 PERMUTATIONS = 20_000
 CHUNK_SIZE = 1000
 POWER = 0.9
-POWER_Z = 1.2816
-"""Normal quantile of POWER."""
+POWER_Z = 1.2816  # normal quantile of POWER
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,9 @@ class PermutationTestPart:
 
     name: str
     a: float | None
-    b: float | None
-    """None where no round reached the position."""
-    error: float
-    """Standard deviation of a - b when labels are swapped at random."""
-    p_value: float
-    """Of this part alone, two-sided."""
+    b: float | None  # None where no round reached the position
+    error: float  # standard deviation of a - b when labels are swapped at random
+    p_value: float  # of this part alone, two-sided
     detects: float
     """The true difference in this part that the whole test detects with a probability of about POWER (in simulations
     0.84 to 0.88)."""
@@ -47,8 +43,7 @@ class PermutationTestResult:
     """`statistic`: the largest |a - b| ÷ error over all parts."""
 
     statistic: float
-    p_value: float
-    """P(a statistic at least as large | both engines are alike)."""
+    p_value: float  # P(a statistic at least as large | both engines are alike)
     permutations: int
     parts: list[PermutationTestPart]
 
@@ -131,8 +126,7 @@ def _nan_to_none(value: float) -> float | None:
 
 SIGNIFICANCE_LEVEL = 1e-3
 """Probability of a false alarm over all tests of a report (Holm correction)."""
-SHIFT_POWER_Z = 3.09
-"""Normal quantile of a power of .999."""
+SHIFT_POWER_Z = 3.09  # normal quantile of a power of .999
 
 
 def ks_distance(values: Array) -> float:

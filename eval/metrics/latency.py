@@ -34,8 +34,7 @@ class Spread:
 class LatencyMs(Spread):
     """Milliseconds of a round, of a token and of the first token; variances in ms²."""
 
-    first_token: float | None = None
-    """Its mean."""
+    first_token: float | None = None  # its mean
     first_token_p50: float | None = None
     first_token_p95: float | None = None
     token: Spread | None = None

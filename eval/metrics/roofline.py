@@ -66,8 +66,7 @@ class ModelSize:
     """Number of parameters and of K/V values per token, from a model's files."""
 
     parameters: int
-    kv_values: int
-    """Numbers that the K/V cache holds for one token; 0 for a draft without a cache."""
+    kv_values: int  # numbers that the K/V cache holds for one token; 0 for a draft without a cache
     experts: bool = False
     """A mixture of experts, or an encoder and a decoder: one token reads only part of the weights, so the bounds here
     are too low."""
@@ -86,29 +85,17 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
     except (UserError, OSError, SafetensorError):
         return None
     config = config.get("text_config", config)
-    layers, heads, hidden = (
-        config.get(name, config.get(old, 0))  # the older name: GPT-2's
-        for name, old in (
-            ("num_hidden_layers", "n_layer"),
-            ("num_attention_heads", "n_head"),
-            ("hidden_size", "n_embd"),
-        )
-    )
+    layers = config.get("num_hidden_layers", config.get("n_layer", 0))  # the older names: GPT-2's
+    heads = config.get("num_attention_heads", config.get("n_head", 0))
+    hidden = config.get("hidden_size", config.get("n_embd", 0))
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or (hidden // heads if heads else 0)
-    if (
-        "d_kv" in config
-    ):  # T5: a prompt's token has keys in cross-attention, an answer's in self-attention
-        layers, kv_heads, width = (
-            config[name] for name in ("num_decoder_layers", "num_heads", "d_kv")
-        )
+    if "d_kv" in config:
+        # T5: a prompt's token has keys in cross-attention, an answer's in self-attention.
+        layers, kv_heads = config["num_decoder_layers"], config["num_heads"]
+        width = config["d_kv"]
     partly = ("num_experts", "num_local_experts", "n_routed_experts", "is_encoder_decoder")
-    experts = any(config.get(key) for key in partly)
-    return ModelSize(
-        parameters=parameters,
-        kv_values=2 * layers * kv_heads * width,
-        experts=experts,
-    )
+    return ModelSize(parameters, 2 * layers * kv_heads * width, any(map(config.get, partly)))
 
 
 def _count_parameters(file: Path) -> int:

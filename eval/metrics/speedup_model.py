@@ -1,7 +1,7 @@
 """Predicts speed-ups: of a draft length in rounds, and of whole requests.
 
-Expected tokens follow Leviathan et al. 2023 (arXiv 2211.17192). Their cost model takes verification as free; here the
-cost of a round is a straight line in K through rounds that were measured inside the decoding loop.
+Leviathan et al. 2023 (arXiv 2211.17192) take verification as free; here the cost of a round is a straight line in K
+through rounds that were measured inside the decoding loop.
 
 A request is taken to last as long as its prefill and its rounds. What a prefill and a round cost is measured in a
 separate pass (`fit_step_cost`); how many rounds a token takes is counted on every other batch and used for the rest. No
@@ -24,15 +24,6 @@ MAX_RELATIVE_HALF_WIDTH = 0.1
 """A prediction is not judged by a measured speed-up whose interval is wider than ± this share of it."""
 
 
-def expected_tokens(alpha_by_position: Sequence[float]) -> float:
-    """Tokens per round, bonus token included: 1 + the sum over i of α_1 · … · α_i, each α_i conditional."""
-    total, reached = 1.0, 1.0
-    for alpha in alpha_by_position:
-        reached *= alpha
-        total += reached
-    return total
-
-
 @dataclass(frozen=True)
 class RoundCost:
     """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.
@@ -52,13 +43,6 @@ def fit_round_cost(short: tuple[float, float], long: tuple[float, float]) -> Rou
     """Through two measured points (K, milliseconds a round)."""
     per_token = (long[1] - short[1]) / (long[0] - short[0])
     return RoundCost(short[1] - per_token * short[0], per_token)
-
-
-def predicted_speedup(
-    alpha_by_position: Sequence[float], k: int, cost: RoundCost, plain_ms: float
-) -> float:
-    """Milliseconds per token of plain decoding ÷ those of rounds with K = k."""
-    return plain_ms * expected_tokens(alpha_by_position[:k]) / cost.ms_at(k)
 
 
 @dataclass(frozen=True)
@@ -235,7 +219,6 @@ def predict_speedup(
     if plain_cost is None or cost is None:
         return None, "no step was timed"
     slow, fast = predict_ms_per_token(plain, plain_cost), predict_ms_per_token(own, cost)
-    predicted = None if slow is None or not fast else slow / fast
-    if predicted is None:
+    if slow is None or not fast:
         return None, "too few prompts with rounds to predict one half from the other"
-    return predicted, None
+    return slow / fast, None

@@ -17,14 +17,12 @@ import numpy as np
 
 from eval.metrics.bootstrap import Array
 
-LEAST_SHARE = 0.05
-"""A stall makes a pass at least this much longer."""
+LEAST_SHARE = 0.05  # A stall makes a pass at least this much longer
 LEAST_SECONDS = 0.05
 """And takes at least these seconds. A shorter one is left in, as part of how machines are."""
 DEVIATIONS = 5.0
 """And is this many standard deviations of the method's other passes away, by their median absolute deviation."""
-LONG_ROUND = 8.0
-"""A round that takes this many times what its like take holds a stall."""
+LONG_ROUND = 8.0  # A round that takes this many times what its like take holds a stall
 OWN_COST_SHARE = 0.25
 """A method with such rounds in a larger share of its passes does something in them: they are its cost, no stall."""
 SWEEPS = 10
@@ -34,13 +32,11 @@ SWEEPS = 10
 class PassTime:
     """What the clock said of one pass, in seconds of the whole batch."""
 
-    prefill: float
-    """0 where an engine does not tell it from decoding."""
+    prefill: float  # 0 where an engine does not tell it from decoding
     decode: float
     rounds: tuple[tuple[int, float], ...] = ()
     """(drafted tokens, seconds) of each round of the row that had most; empty where rounds have no clock."""
-    work: float = 0.0
-    """Forward passes of the target where rounds have no clock."""
+    work: float = 0.0  # forward passes of the target where rounds have no clock
 
     @property
     def seconds(self) -> float:

@@ -46,8 +46,7 @@ class Advice:
     headline: str
     reasons: list[str]
     tables: list[Table]
-    checklist: dict[str, list[str]]
-    """Lines by step of the production checklist."""
+    checklist: dict[str, list[str]]  # lines by step of the production checklist
 
 
 def advise(
@@ -59,8 +58,8 @@ def advise(
 ) -> Advice:
     """Advice on the fastest draft at the lowest temperature and smallest batch of the report.
 
-    memory: bytes of the device. rows, length: planned concurrent requests and
-    tokens of each; None takes the report's batch size and mean reply.
+    memory: bytes of the device; None takes that of a known GPU's data sheet. rows, length: planned concurrent requests
+    and tokens of prompt and reply of each; None takes the report's batch size and mean reply.
     """
     pooled = report.pooled_sections
     fastest = pooled[0].fastest if pooled else None

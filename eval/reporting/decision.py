@@ -18,16 +18,12 @@ from eval.reporting.formatting import (
     format_number,
     format_percent,
 )
-from eval.results.report import EvalReport, MethodResult
+from eval.results.report import EvalReport, MethodResult, ModelSizes
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100
 GOOD_ACCEPTANCE, HARMFUL_ACCEPTANCE = 0.6, 0.5
 MIN_SIZE_RATIO, MAX_SIZE_RATIO = 1 / 50, 1 / 10
-
-HeuristicVerdict = Literal["on", "batch", "between", "missing"]
-MeasuredVerdict = Literal["on", "off", "unclear", "missing"]
-Recommendation = Literal["on", "off", "batch", "measure"]
 
 HEURISTIC_PHRASES = {
     "on": "switching it on",
@@ -41,14 +37,10 @@ class DecisionInputs:
     """The values that the decision depends on; None where one was neither measured nor given."""
 
     speedup: Estimate
-    utilisation: float | None
-    """Share of time that the GPU was busy during plain decoding, 0 to 1."""
-    reply_tokens: float | None
-    """Mean tokens per reply."""
-    needed_bytes: float | None
-    """Memory of both models and their KV caches at the planned load."""
-    available_bytes: float | None
-    """Memory of the device."""
+    utilisation: float | None  # share of time that the GPU was busy during plain decoding, 0 to 1
+    reply_tokens: float | None  # mean tokens per reply
+    needed_bytes: float | None  # memory of both models and their KV caches at the planned load
+    available_bytes: float | None  # memory of the device
 
     @property
     def fits(self) -> bool | None:
@@ -58,7 +50,7 @@ class DecisionInputs:
         return self.needed_bytes <= self.available_bytes
 
 
-def verdict_from_heuristic(inputs: DecisionInputs) -> HeuristicVerdict:
+def verdict_from_heuristic(inputs: DecisionInputs) -> Literal["on", "batch", "between", "missing"]:
     """The recommendation of the rules of thumb alone."""
     if inputs.fits is False or (
         inputs.utilisation is not None and inputs.utilisation > BUSY_UTILISATION
@@ -70,14 +62,14 @@ def verdict_from_heuristic(inputs: DecisionInputs) -> HeuristicVerdict:
     return "on" if idle and long else "between"
 
 
-def verdict_from_measurement(speedup: Estimate) -> MeasuredVerdict:
+def verdict_from_measurement(speedup: Estimate) -> Literal["on", "off", "unclear", "missing"]:
     """The recommendation of the measurement alone: the speed-up's interval lies above 1, below 1, or contains 1."""
     if speedup.ci is None:
         return "missing"
     return "on" if speedup.ci[0] > 1 else "off" if speedup.ci[1] < 1 else "unclear"
 
 
-def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
+def decide(inputs: DecisionInputs) -> tuple[Literal["on", "off", "batch", "measure"], list[str]]:
     """The recommendation and its reasons.
 
     Memory that does not suffice decides alone; next comes the measurement, and last the rules of thumb.
@@ -86,17 +78,14 @@ def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
     measured = verdict_from_measurement(inputs.speedup)
     value = format_estimate(inputs.speedup, 2, "×")
     if inputs.fits is False:
-        needed = f"{format_bytes(inputs.needed_bytes or 0)} needed"
-        available = f"{format_bytes(inputs.available_bytes or 0)} available"
-        return "batch", [f"Both models and their KV caches do not fit: {needed}, {available}."]
+        return "batch", [f"Both models and their KV caches do not fit: {format_memory(inputs)}."]
     if measured in ("on", "off"):
         reasons = [f"Measured: {value} the speed of plain decoding."]
         if heuristic in {"on": ("batch", "between"), "off": ("on",)}[measured]:
-            use = format_percent(inputs.utilisation)
-            reply = format_number(inputs.reply_tokens, 0)
             reasons.append(
-                f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]} (GPU use {use}, {reply} tokens per "
-                "reply). The measurement contradicts it and takes precedence."
+                f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]} (GPU use "
+                f"{format_percent(inputs.utilisation)}, {format_number(inputs.reply_tokens, 0)} tokens per reply). "
+                "The measurement contradicts it and takes precedence."
             )
         return ("on" if measured == "on" else "off"), reasons
     why = (
@@ -118,46 +107,26 @@ def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
 
 
 def collect_decision_inputs(
-    report: EvalReport,
-    m: MethodResult,
-    available_bytes: float | None,
-    rows: int | None,
-    length: int | None,
+    report: EvalReport, m: MethodResult, memory: float | None, rows: int | None, length: int | None
 ) -> DecisionInputs:
-    """The inputs of one entry's decision.
-
-    available_bytes: memory of the device; None takes that of the data sheet if the report's GPU is a known one.
-    rows, length: planned concurrent requests and tokens of each, as for `estimate_memory`.
-    """
+    """The inputs of one entry's decision, with the planned load of `advise`."""
     gpu = roofline.GPU_SPECS.get(report.hardware.device or "")
-    if available_bytes is None and gpu is not None:
-        available_bytes = gpu.memory
-    parts = estimate_memory(report, m, rows, length)
-    busy = report.gpu_utilisation
+    busy, mean, finish = report.gpu_utilisation, m.mean_reply_tokens, m.finish
+    # Where the token limit cut most replies, their mean says only that they are long, if it is long all the same.
+    cut = finish is None or finish.get("length", 0) > sum(finish.values()) / 2
     return DecisionInputs(
         speedup=m.speedup,
         utilisation=None if busy is None else busy / 100,
-        reply_tokens=untruncated_reply_tokens(m),
-        needed_bytes=None if parts is None else sum(parts.values()),
-        available_bytes=available_bytes,
+        reply_tokens=None if mean is None or (cut and mean <= LONG_REPLY_TOKENS) else mean,
+        needed_bytes=needed_memory(report, m, rows, length),
+        available_bytes=gpu.memory if memory is None and gpu is not None else memory,
     )
 
 
-def untruncated_reply_tokens(m: MethodResult) -> float | None:
-    """Mean tokens per reply; None if the token limit cut most replies, unless their mean is long all the same."""
-    mean, finish = m.mean_reply_tokens, m.finish
-    cut = finish is None or finish.get("length", 0) > sum(finish.values()) / 2
-    return None if mean is None or (cut and mean <= LONG_REPLY_TOKENS) else mean
-
-
-def estimate_memory(
+def needed_memory(
     report: EvalReport, m: MethodResult, rows: int | None, length: int | None
-) -> dict[str, int] | None:
-    """Bytes of weights and KV caches by part at the planned load; None where a model's size is unknown.
-
-    rows: concurrent requests (None: the measured batch size). length: tokens of prompt and reply of each (None: the
-    mean reply).
-    """
+) -> int | None:
+    """Bytes of weights and KV caches at the planned load; None where a model's size is unknown."""
     models, width = report.models, roofline.DTYPE_BYTES.get(m.dtype)
     if models is None or models.target is None or width is None:
         return None
@@ -165,7 +134,8 @@ def estimate_memory(
     if m.draft is not None and draft is None:
         return None
     tokens = length if length is not None else round(m.mean_reply_tokens or 0)
-    return roofline.memory_breakdown(models.target, draft, rows or m.batch_size, tokens, width)
+    parts = roofline.memory_breakdown(models.target, draft, rows or m.batch_size, tokens, width)
+    return sum(parts.values())
 
 
 def contradictions(m: MethodResult, ratio: float | None) -> list[str]:
@@ -185,10 +155,9 @@ def contradictions(m: MethodResult, ratio: float | None) -> list[str]:
 
 def size_ratio(report: EvalReport, m: MethodResult) -> float | None:
     """Parameters of the draft ÷ those of the target; None where either is unknown or there is no draft."""
-    draft = None if report.models is None else report.models.drafts.get(m.name)
-    if report.models is None or draft is None or report.models.target is None:
-        return None
-    return draft.parameters / report.models.target.parameters
+    models = report.models or ModelSizes()
+    draft = models.drafts.get(m.name)
+    return draft.parameters / models.target.parameters if draft and models.target else None
 
 
 def format_reply_length(inputs: DecisionInputs, m: MethodResult) -> str:
@@ -201,12 +170,10 @@ def format_reply_length(inputs: DecisionInputs, m: MethodResult) -> str:
 
 def format_memory(inputs: DecisionInputs) -> str:
     """Memory needed and available, as text."""
-    needed, available = (
-        None if count is None else format_bytes(count)
-        for count in (inputs.needed_bytes, inputs.available_bytes)
-    )
-    first = "model sizes unknown" if needed is None else f"{needed} needed"
-    return first + (", memory unknown" if available is None else f", {available} available")
+    needed, available = inputs.needed_bytes, inputs.available_bytes
+    first = "model sizes unknown" if needed is None else f"{format_bytes(needed)} needed"
+    has = "memory unknown" if available is None else f"{format_bytes(available)} available"
+    return f"{first}, {has}"
 
 
 def format_size_ratio(ratio: float | None) -> str:

@@ -9,8 +9,7 @@ import jinja2
 
 from decode.common.typed_json import Estimate
 
-Interval = Sequence[float] | None
-"""[low, high] of a 95 % interval; None if it was not measured."""
+Interval = Sequence[float] | None  # [low, high] of a 95 % interval; None if it was not measured
 
 NOT_MEASURED = "–"
 

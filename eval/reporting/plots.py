@@ -79,8 +79,7 @@ class ReportChart:
     caption: str
     note: str
     panels: list[str]
-    legend: list[tuple[str, str, str]] = field(default_factory=list)
-    """(glyph, colour, name)"""
+    legend: list[tuple[str, str, str]] = field(default_factory=list)  # (glyph, colour, name)
 
 
 def legend_entries(names: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -34,8 +34,6 @@ from eval.results.report import EvalReport
 from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from eval.results.tuned import TunedReport
 
-TEMPLATE = "report.html.j2"
-
 DEFINITIONS = {
     "τ": "tokens emitted after prefill ÷ rounds, pooled over prompts. The token that the target adds in each round "
     "counts, so plain decoding has τ = 1.",
@@ -115,7 +113,7 @@ def render_html(
     tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
     """
     tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned.chosen)])
-    template = html_templates(Path(__file__).parent).get_template(TEMPLATE)
+    template = html_templates(Path(__file__).parent).get_template("report.html.j2")
     return template.render(
         target=report.target_name,
         cards=headline_figures(report),
@@ -127,7 +125,7 @@ def render_html(
         tables=[table for table in tables if not table.detail],
         details=[table for table in tables if table.detail],
         advice=advise(report, tuned),
-        command=benchmark_command(report),
+        command="python " + shlex.join(report.argv) if report.argv else None,
         settings=report.settings,
         definitions=DEFINITIONS,
     )
@@ -137,24 +135,16 @@ def headline_figures(report: EvalReport) -> list[tuple[str, str, str]]:
     """(number, what it is, of what) for the head of the page: the fastest draft of each setting, and plain decoding."""
     figures = []
     for section in report.pooled_sections:
-        best = section.fastest
-        if best is None:
-            continue
-        method = f"{best.name}, {section.setting}"
-        text = format_estimate(best.speedup, 2, "×")
-        value, _, interval = text.partition(" ")
-        figures.append((value, f"speed-up {interval}", method))
-        if len(figures) == 1:
-            figures.append((format_number(best.tau.value, 2), "tokens per target pass (τ)", method))
+        if best := section.fastest:
+            method = f"{best.name}, {section.setting}"
+            value, _, interval = format_estimate(best.speedup, 2, "×").partition(" ")
+            figures.append((value, f"speed-up {interval}", method))
+            if len(figures) == 1:
+                tau = format_number(best.tau.value, 2)
+                figures.append((tau, "tokens per target pass (τ)", method))
     speed = report.baseline.tokens_per_second
     digits = 0 if speed is None or speed >= 10 else 1
-    figures.append((format_number(speed, digits), "tokens/s", "plain decoding"))
-    return figures
-
-
-def benchmark_command(report: EvalReport) -> str | None:
-    """The command line of the run that measured the report; None if it was not recorded."""
-    return "python " + shlex.join(report.argv) if report.argv else None
+    return [*figures, (format_number(speed, digits), "tokens/s", "plain decoding")]
 
 
 def terminal_table(report: EvalReport) -> RichTable:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from eval.metrics.bootstrap import ratio_or_none
 from eval.reporting.formatting import format_estimate, format_number
 from eval.reporting.tables import format_identical, pooled_by_name
-from eval.results.report import EngineResult, EvalReport, unique_names
+from eval.results.report import PLAIN, EngineResult, EvalReport, unique_names
 
 
 def summary_lines(report: EvalReport) -> list[str]:
@@ -30,33 +29,29 @@ def summary_lines(report: EvalReport) -> list[str]:
 
 def other_targets_lines(report: EvalReport) -> list[str]:
     """Which drafts were trained for another target, and whether measurements of another one are in the report."""
-    weights = report.target.weights
-    drafts = [m.name for m in report.methods if m.trained_for not in (None, weights)]
-    lines = []
-    if weights is not None and drafts:
-        lines.append(
-            f"Trained for another target than this one: {', '.join(unique_names(drafts))}."
-        )
-    earlier = report.earlier_targets
+    weights, earlier = report.target.weights, report.earlier_targets
+    drafts = unique_names([m.name for m in report.methods if m.trained_for not in (None, weights)])
     named = [f"weights {one.weights} in {one.dtype}" for one in earlier if one.weights is not None]
-    if named:
-        lines.append(f"Some measurements are of another target, as allowed: {', '.join(named)}.")
-    if len(named) < len(earlier):
-        lines.append("Some measurements may be of another target: they do not name it.")
-    return lines
+    lines = {
+        f"Trained for another target than this one: {', '.join(drafts)}.": weights and drafts,
+        f"Some measurements are of another target, as allowed: {', '.join(named)}.": named,
+        "Some measurements may be of another target: they do not name it.": len(named)
+        < len(earlier),
+    }
+    return [line for line, said in lines.items() if said]
 
 
 def fastest_method_line(report: EvalReport) -> str:
     """The fastest method of the first section, and whether its interval lies above 1."""
-    section = next(iter(report.sections), None)
-    best = section.fastest if section is not None else None
-    if section is None or best is None:
-        return "No speed-up was measured."
-    faster = best.speedup.ci is not None and best.speedup.ci[0] > 1
-    claim = "Fastest:" if faster else "No method is clearly faster than plain decoding; the best is"
-    value = format_estimate(best.speedup, 2, "×")
-    scope = f"n = {best.prompts}, {section.title}"
-    return f"{claim} {best.name}, {value} the speed of plain decoding ({scope})."
+    for section in report.sections[:1]:
+        if best := section.fastest:
+            faster = best.speedup.ci is not None and best.speedup.ci[0] > 1
+            slow = "No method is clearly faster than plain decoding; the best is"
+            return (
+                f"{'Fastest:' if faster else slow} {best.name}, {format_estimate(best.speedup, 2, '×')} the speed of "
+                f"plain decoding (n = {best.prompts}, {section.title})."
+            )
+    return "No speed-up was measured."
 
 
 def lossless_verdict(report: EvalReport) -> str:
@@ -116,12 +111,9 @@ def is_output_changed(report: EvalReport) -> bool:
 
 
 def failed_prompts_line(report: EvalReport) -> str:
-    """The number of failed prompts of each method and engine; empty if none failed."""
-    failed = {name: len(m.failed) for name, m in pooled_by_name(report) if m.failed}
-    if not failed:
-        return ""
-    counts = ", ".join(f"{name} {count}" for name, count in failed.items())
-    return f"Failed prompts, excluded from that method's numbers and listed below: {counts}."
+    failed = [f"{name} {len(m.failed)}" for name, m in pooled_by_name(report) if m.failed]
+    text = "Failed prompts, excluded from that method's numbers and listed below"
+    return f"{text}: {', '.join(failed)}." if failed else ""
 
 
 def assisted_generation_lines(report: EvalReport, names: Sequence[str] | None = None) -> list[str]:
@@ -149,9 +141,11 @@ def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, g
         f"{claim}: a round accepts {tau - 1:.2f} drafted tokens (τ {tau:.2f}) and takes as long as {tau / gain:.2f} "
         "steps of generate."
     )
-    cost = draft_step_cost(report, e.name, e.temperature)
-    if cost is None:
+    timed = {m.name: m.phase_ms for m in report.pooled if m.temperature == e.temperature}
+    own, plain = timed.get(e.name), timed.get(PLAIN)
+    if own is None or plain is None or plain.total == 0:
         return text
+    cost = own.draft / e.k / plain.total
     expected = tau / (1 + e.k * cost)
     text += (
         f" A draft step costs {cost:.2f} of a target step in our engine, so the expected speed-up is "
@@ -164,46 +158,33 @@ def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, g
     return f"{text}."
 
 
-def draft_step_cost(report: EvalReport, name: str, temperature: float) -> float | None:
-    """Time of a draft step over that of a target step, from the phases of this chain and of plain decoding.
-
-    None if the phases of either were not timed.
-    """
-    timed = {m.name: m for m in report.pooled if m.temperature == temperature}
-    own, plain = timed.get(name), timed.get("plain")
-    if own is None or own.phase_ms is None or plain is None or plain.phase_ms is None:
-        return None
-    return ratio_or_none(own.phase_ms.draft / own.k, plain.phase_ms.total)
-
-
 def stalls_line(report: EvalReport) -> str:
     """How many turns were repeated and how many stalls taken off; empty if none were, and for older reports."""
     repeated = {m.setting: m.repeated_turns for m in report.pooled}
-    stalled = sum(m.stalled for _, m in pooled_by_name(report))
-    parts = [
-        (sum(repeated.values()), "turns in which a method stalled were repeated for all methods"),
-        (stalled, "answers had a stall taken off their seconds"),
-    ]
-    found = "; ".join(f"{count} {what}" for count, what in parts if count > 0)
+    counts = {
+        "turns in which a method stalled were repeated for all methods": sum(repeated.values()),
+        "answers had a stall taken off their seconds": sum(
+            m.stalled for _, m in pooled_by_name(report)
+        ),
+    }
+    found = "; ".join(f"{count} {what}" for what, count in counts.items() if count > 0)
     return f"Stalls of the machine: {found}." if found else ""
 
 
 def simulated_methods_line(report: EvalReport) -> str:
-    """Names the methods with simulated acceptance; empty if there are none."""
     names = unique_names([m.name for m in report.methods if m.simulated])
-    if not names:
-        return ""
-    return (
+    text = (
         f"Simulated acceptance, no real draft: {', '.join(names)}. These entries show the speed of the engine at a "
         "configured acceptance, not that of a draft."
     )
+    return text if names else ""
 
 
 def missing_predictions_line(report: EvalReport) -> str:
     """Why methods have no predicted speed-up on all tasks; empty if all have one, or for a report without reasons."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for m in report.pooled:
         if not m.is_plain and m.prediction_missing:
-            reasons.setdefault(m.prediction_missing, []).append(m.name)
-    parts = [f"{', '.join(unique_names(names))} ({reason})" for reason, names in reasons.items()]
+            reasons.setdefault(m.prediction_missing, {})[m.name] = None
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return f"No predicted speed-up: {'; '.join(parts)}." if parts else ""

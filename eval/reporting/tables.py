@@ -29,8 +29,7 @@ from eval.results.report import (
     sections_of,
 )
 
-Column = Callable[[MethodResult], str]
-"""The cell of an entry."""
+Column = Callable[[MethodResult], str]  # the cell of an entry
 
 
 def format_method(m: MethodResult) -> str:

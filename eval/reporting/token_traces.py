@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,9 @@ from decode.engine.text_stream import LabelledText, TextStream
 from eval.results.report import EvalReport, unique_names
 
 MAX_TRACES = 3
-MAX_PROMPT_CHARACTERS = 240
-"""Only the end of a longer prompt is shown."""
+MAX_PROMPT_CHARACTERS = 240  # only the end of a longer prompt is shown
 
-OutputLine = dict[str, Any]
-"""A line of outputs.jsonl, as eval/run.py writes it."""
+OutputLine = dict[str, Any]  # A line of outputs.jsonl, as eval/run.py writes it
 OUTPUT_KEYS = {"task", "method", "temperature", "prompt_ids", "output_ids", "rounds"}
 
 
@@ -27,8 +26,7 @@ class TraceSegment:
     kind: str
     """"accepted": drafted tokens that were accepted; "own": a token of the target (the first token, a correction after
     a rejection, or the bonus token after a draft that was accepted whole)."""
-    rejected: int = 0
-    """Number of drafted tokens that were rejected just before it."""
+    rejected: int = 0  # number of drafted tokens that were rejected just before it
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class TokenTrace:
 
     task: str
     method: str
-    prompt: str
-    """The end of the prompt's text."""
+    prompt: str  # the end of the prompt's text
     segments: list[TraceSegment]
     rounds: int
     tokens: int
@@ -64,32 +61,23 @@ def select_traces(
     chains = [m for section in report.pooled_sections for m in section.real_drafts if not m.tree]
     if not chains:
         return []
-    name, temperature = chains[0].name, chains[0].temperature
-    chosen = [
-        x
-        for x in lines
-        if x["method"] == name and x["temperature"] == temperature and len(x["rounds"]) > 0
-    ]
-    by_task = [
-        [x for x in chosen if x["task"] == task]
-        for task in unique_names([x["task"] for x in chosen])
-    ]
-    longest = max(map(len, by_task), default=0)
-    order = [group[i] for i in range(longest) for group in by_task if i < len(group)]
-    return [build_trace(line, tokenizer) for line in order[:MAX_TRACES]]
-
-
-def build_trace(line: OutputLine, tokenizer: Any) -> TokenTrace:
-    """The trace of one line of outputs.jsonl."""
-    prompt = tokenizer.decode(line["prompt_ids"], skip_special_tokens=True)
-    return TokenTrace(
-        line["task"],
-        line["method"],
-        ("… " if len(prompt) > MAX_PROMPT_CHARACTERS else "") + prompt[-MAX_PROMPT_CHARACTERS:],
-        split_by_origin(line["output_ids"], line["rounds"], tokenizer, line["prompt_ids"]),
-        len(line["rounds"]),
-        len(line["output_ids"]),
-    )
+    wanted = chains[0].name, chains[0].temperature
+    by_task: dict[str, list[OutputLine]] = {}
+    for line in lines:
+        if (line["method"], line["temperature"]) == wanted and len(line["rounds"]) > 0:
+            by_task.setdefault(line["task"], []).append(line)
+    groups = [by_task[task] for task in unique_names([*by_task])]
+    ordered = [line for turn in zip_longest(*groups) for line in turn if line is not None]
+    traces = []
+    for line in ordered[:MAX_TRACES]:
+        prompt = tokenizer.decode(line["prompt_ids"], skip_special_tokens=True)
+        shown = "… " * (len(prompt) > MAX_PROMPT_CHARACTERS) + prompt[-MAX_PROMPT_CHARACTERS:]
+        ids, rounds = line["output_ids"], line["rounds"]
+        segments = split_by_origin(ids, rounds, tokenizer, line["prompt_ids"])
+        traces.append(
+            TokenTrace(line["task"], line["method"], shown, segments, len(rounds), len(ids))
+        )
+    return traces
 
 
 def split_by_origin(
@@ -110,17 +98,15 @@ def split_by_origin(
             cuts.append((start + accepted, "accepted", 0))
         cuts.append((start + accepted + 1, "own", drafted - accepted))
     text = LabelledText(TextStream(tokenizer, prompt_ids))
-    starts = [0, *(end for end, *_ in cuts)]
-    pieces = [
-        piece
-        for number, (end, *_) in enumerate(cuts)
-        for piece in text.add(ids[starts[number] : end], number)
-    ]
-    texts = dict.fromkeys(range(len(cuts)), "")
+    texts, start = [""] * len(cuts), 0
+    pieces: list[tuple[str, int]] = []
+    for number, (end, *_) in enumerate(cuts):
+        pieces += text.add(ids[start:end], number)
+        start = end
     for piece, number in [*pieces, *text.end()]:
         texts[number] += piece
     segments, rejected = [], 0
-    for (_, kind, own_rejected), own_text in zip(cuts, texts.values(), strict=True):
+    for (_, kind, own_rejected), own_text in zip(cuts, texts, strict=True):
         rejected += own_rejected
         if own_text:
             segments.append(TraceSegment(own_text, kind, rejected))

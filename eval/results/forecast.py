@@ -66,18 +66,13 @@ class ForecastRow:
 class CostPoint:
     """The mean round of one engine, batch, context and K; its JSON form is what --costs reads."""
 
-    batch: int
-    """Requests that are decoded together."""
-    context: int
-    """Tokens of each prompt; 0: the prompts of the tasks."""
-    k: int
-    """0: plain decoding."""
+    batch: int  # requests that are decoded together
+    context: int  # tokens of each prompt; 0: the prompts of the tasks
+    k: int  # 0: plain decoding
     drafted: float
     """Tokens that a round drafted for one request, over rounds that drafted: K, or fewer for n-grams."""
-    round_ms: float
-    """Milliseconds of such a round, of the whole batch."""
-    prefill_ms: float
-    """Milliseconds to the first token."""
+    round_ms: float  # milliseconds of such a round, of the whole batch
+    prefill_ms: float  # milliseconds to the first token
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,7 @@ class KSchedule:
     rule: str
     context: int
     batches: list[int]
-    tokens_per_second: dict[str, list[float]]
-    """By K, for each of `batches`."""
+    tokens_per_second: dict[str, list[float]]  # by K, for each of `batches`
     best_k: list[KRange]
     vllm: EngineSchedule
     tensorrt_llm: EngineSchedule

@@ -96,8 +96,7 @@ class Counts:
     forced: int = 0
     emitted: int = 0
     output_tokens: int | None = None
-    rounds_by_position: list[int] = field(default_factory=list)
-    """Rounds that reached a position."""
+    rounds_by_position: list[int] = field(default_factory=list)  # rounds that reached a position
     accepted_by_position: list[int] = field(default_factory=list)
 
 
@@ -145,8 +144,7 @@ class GreedyMismatch:
     """Logit of the reference's token minus that of the output's, in the wider dtype. None if one of them has ended."""
     noise: float | None = None
     """Largest difference between `gap` and the same gap in the model's dtype, over passes of several widths."""
-    tie: bool = True
-    """Whether |gap| is at most the noise."""
+    tie: bool = True  # whether |gap| is at most the noise
 
 
 @dataclass(frozen=True)
@@ -164,12 +162,10 @@ class GreedyVerdict(NotCompared):
     identical: int
     ties: list[GreedyMismatch]
     failures: list[GreedyMismatch] = field(default_factory=list)
-    exact: float = 0.0
-    """Share of prompts, as `tied` and `failed`."""
+    exact: float = 0.0  # share of prompts, as `tied` and `failed`
     tied: float = 0.0
     failed: float = 0.0
-    noise: float | None = None
-    """The largest of the differing prompts."""
+    noise: float | None = None  # the largest of the differing prompts
 
 
 class Measured:
@@ -204,10 +200,8 @@ class MethodResult(Measured):
 
     name: Name
     draft: Place | None
-    family: Word | None = None
-    """None for plain decoding and simulated drafts."""
-    k: int
-    """Tokens drafted a round, of a tree its depth; 0 for plain decoding."""
+    family: Word | None = None  # None for plain decoding and simulated drafts
+    k: int  # tokens drafted a round, of a tree its depth; 0 for plain decoding
     tree: TreeRecord | None
     lookup: LookupRecord | None = None
     adaptive: AdaptiveRecord | None = None
@@ -226,8 +220,7 @@ class MethodResult(Measured):
     unconditional_by_position: list[Estimate] = field(default_factory=list)
     """Accepted at position i ÷ all rounds."""
     mean_accept_length: AcceptLength | None = None
-    histogram: list[int] | None = None
-    """Rounds that accepted 0, 1, … k drafted tokens."""
+    histogram: list[int] | None = None  # rounds that accepted 0, 1, … k drafted tokens
     counts: Counts
     mean_output_tokens: float | None = None
     latency_ms: LatencyMs | None
@@ -235,12 +228,9 @@ class MethodResult(Measured):
     decode: DecodeThroughput | None = None
     tokens_per_second: Estimate
     ms_per_token: float | None
-    speedup: Estimate
-    """Against plain decoding of the same prompts."""
-    speedup_of_sums: float | None = None
-    """By the clock, with all stalls."""
-    stalled: int = 0
-    """Prompts of whose seconds a stall was taken off (eval/metrics/stalls.py)."""
+    speedup: Estimate  # against plain decoding of the same prompts
+    speedup_of_sums: float | None = None  # by the clock, with all stalls
+    stalled: int = 0  # prompts of whose seconds a stall was taken off (eval/metrics/stalls.py)
     finish: dict[Word, int] | None = None
     tokens_after_eos: int = 0
     failed: list[FailedPrompt] = field(default_factory=list)
@@ -253,8 +243,7 @@ class MethodResult(Measured):
     draft_dtype: Word | None = None
     verification: Word
     lossy: bool
-    simulated: list[float] | None = None
-    """The acceptance by position that was made up."""
+    simulated: list[float] | None = None  # the acceptance by position that was made up
     predicted_speedup: float | None
     prediction_missing: Sentence | None = None
     phase_ms: PhaseMs | None
@@ -344,13 +333,11 @@ class EngineResult(Measured):
     """Another engine on the same prompts, one at a time."""
 
     engine: Word
-    name: Name
-    """Of its draft."""
+    name: Name  # of its draft
     k: int
     temperature: float
     batch_size: int
-    in_turn: bool = False
-    """Timed in turn with our methods, not apart from them."""
+    in_turn: bool = False  # timed in turn with our methods, not apart from them
     task: Name
     prompts: int
     output_tokens: int = 0
@@ -359,15 +346,13 @@ class EngineResult(Measured):
     ms_per_token: float | None = None
     speedup: Estimate
     speedup_of_sums: float | None = None
-    gain: Estimate = Estimate()
-    """Against the same engine without a draft."""
+    gain: Estimate = Estimate()  # against the same engine without a draft
     gain_of_sums: float | None = None
     stalled: int = 0
     same_as_ours: int | None = None
     failed: list[FailedPrompt] = field(default_factory=list)
     transformers: Version | None = None
-    repaired: list[Name] = field(default_factory=list)
-    """Functions of vLLM that were corrected."""
+    repaired: list[Name] = field(default_factory=list)  # functions of vLLM that were corrected
 
 
 @dataclass(frozen=True)
@@ -402,11 +387,9 @@ class LawTest:
     tokens: int
     distance: float
     p_value: float
-    impossible: float
-    """Share of the tokens to which the target gives no probability."""
+    impossible: float  # share of the tokens to which the target gives no probability
     passed: bool = False
-    detects: float = 0.0
-    """The smallest shift of the distribution that it finds."""
+    detects: float = 0.0  # the smallest shift of the distribution that it finds
 
 
 @dataclass(frozen=True)
@@ -433,8 +416,7 @@ class TargetDrift:
     perplexity_old: float
     perplexity_new: float
     log_perplexity_change: Estimate
-    kl: float
-    """KL(old || new) in nats."""
+    kl: float  # KL(old || new) in nats
     same_top1: Private[float] = 0.0
 
 
@@ -490,13 +472,11 @@ class EvalReport:
     versions: dict[Word, Version]
     hardware: Hardware
     seed: int
-    resumed: int = 0
-    """Measurements of an earlier start of the run."""
+    resumed: int = 0  # measurements of an earlier start of the run
     baseline: PlainSpeed
     methods: list[MethodResult]
     domains: list[MethodResult] = field(default_factory=list)
-    gpu_utilisation: float | None = None
-    """Percent, during plain decoding."""
+    gpu_utilisation: float | None = None  # percent, during plain decoding
     comparisons: list[AlphaDifference] = field(default_factory=list)
     engines: list[EngineResult] = field(default_factory=list)
     law: LawResult | None = None

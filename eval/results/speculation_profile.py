@@ -16,8 +16,7 @@ from decode.serving.vllm_engine import VLLM
 from eval.results.report import EvalReport, MethodResult, TreeRecord
 
 SCHEMA_VERSION = "1.0"
-TOLERANCE = 0.02
-"""Of the mean length, as in the proposal."""
+TOLERANCE = 0.02  # of the mean length, as in the proposal
 DIGITS = 6
 AUTOREGRESSIVE = frozenset(("causal", "eagle1", "eagle3", "mtp", "medusa", "early-exit", "layerskip"))  # fmt: skip
 """Families whose chain of K tokens begins with their chain of K − 1, so that one K says what shorter ones give."""
@@ -69,18 +68,11 @@ class MeanConsistency:
 
 
 @dataclass(frozen=True)
-class RateRise:
-    position: int
-    value: float
-    previous: float
-
-
-@dataclass(frozen=True)
 class MarginalMonotonicity:
     """Whether no marginal rate is above the one before it."""
 
     passed: bool
-    violations: list[RateRise]
+    violations: list[int]  # the positions of those that are
 
 
 @dataclass(frozen=True)
@@ -135,10 +127,12 @@ def speculation_profile(
     pooled = sorted(
         (m for m in measured if m.is_pooled), key=lambda m: (m.temperature, -(m.speedup.value or 0))
     )
-    profiles = [
-        build_profile(report, m, [x for x in measured if _setting(x) == _setting(m)])
-        for m in pooled
-    ]
+    by_setting: dict[Any, list[MethodResult]] = {}
+    for m in measured:
+        key = (m.name, m.draft_sha256, m.k, str(m.tree), m.setting)
+        by_setting.setdefault(key, []).append(m)
+    peers = {id(m): own for own in by_setting.values() for m in own}
+    profiles = [build_profile(report, m, peers[id(m)]) for m in pooled]
     return (
         SpeculationProfile(**vars(profiles[0]), other_profiles=profiles[1:]) if profiles else None
     )
@@ -210,11 +204,7 @@ def position_rates(histogram: Sequence[int]) -> tuple[list[float], list[float]]:
 
 def validate(mean: float, marginal: Sequence[float]) -> ProfileValidation:
     implied = 1 + sum(marginal)
-    rises = [
-        RateRise(i, marginal[i], marginal[i - 1])
-        for i in range(1, len(marginal))
-        if marginal[i] > marginal[i - 1]
-    ]
+    rises = [i for i in range(1, len(marginal)) if marginal[i] > marginal[i - 1]]
     apart = abs(implied - mean)
     return ProfileValidation(
         MeanConsistency(
@@ -226,8 +216,3 @@ def validate(mean: float, marginal: Sequence[float]) -> ProfileValidation:
 
 def _rounded(x: Estimate) -> Estimate:
     return Estimate(None if x.value is None else round(x.value, DIGITS), x.ci)
-
-
-def _setting(m: MethodResult) -> tuple[Any, ...]:
-    """What entries of one profile have in common."""
-    return m.name, m.draft_sha256, m.k, m.tree, m.setting

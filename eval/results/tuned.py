@@ -64,12 +64,10 @@ class ChosenSetting:
     prompts: int
     speedup: Annotated[Estimate, IntervalKey("ci")]
     speedup_of_sums: float | None = None
-    held_out: float | None
-    """Chosen on one half of the prompts, measured on the other."""
+    held_out: float | None  # chosen on one half of the prompts, measured on the other
     tau: float | None
     alpha: float | None
-    guide: tuple[int, int] | None
-    """Draft lengths that guides recommend, from and to."""
+    guide: tuple[int, int] | None  # draft lengths that guides recommend, from and to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +84,7 @@ class PredictedCell:
     predicted: float
     measured: Annotated[Estimate, IntervalKey("ci")]
     error: float
-    counted: bool
-    """Whether the measurement is precise enough, and none of the two lengths."""
+    counted: bool  # whether the measurement is precise enough, and none of the two lengths
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,7 @@ class TunedReport:
     versions: dict[Word, Version] = field(default_factory=dict)
     hardware: Hardware = Hardware()
     seed: int = 0
-    bandwidth: float = 0.0
-    """Bytes a second that the device reads."""
+    bandwidth: float = 0.0  # bytes a second that the device reads
     repeated_turns: int = 0
     chosen: list[ChosenSetting]
     predictions: Predictions
@@ -157,16 +153,11 @@ class TunedReport:
             for task in dict.fromkeys(c.task for c in cells):
                 own = [c for c in cells if (c.temperature, c.task) == (temperature, task)]
                 best = max(own, key=lambda c: c.speedup.value or 0.0)
-                held = [c.held_out for c in self.chosen if _is_choice(c, best)]
-                found.append(
-                    TunedChain(best, held[0] if held else None, sorted({c.k for c in own}))
-                )
+                place = ("temperature", "batch_size", "task", "method", "k", "tree")
+                chosen = (c for c in self.chosen if all(vars(c)[x] == vars(best)[x] for x in place))
+                held = next((c.held_out for c in chosen), None)
+                found.append(TunedChain(best, held, sorted({c.k for c in own})))
         return found
-
-
-def _is_choice(chosen: ChosenSetting, cell: SweepCell) -> bool:
-    names = ("temperature", "batch_size", "task", "method", "k", "tree")
-    return all(vars(chosen)[name] == vars(cell)[name] for name in names)
 
 
 def read_tuned(path: Path, report: EvalReport | None = None) -> TunedReport:

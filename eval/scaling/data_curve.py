@@ -17,7 +17,7 @@ from decode.common.published import Digest, Name, Place, Private, Version, Word
 from decode.common.typed_json import Estimate
 from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import Array, Interval, Ratio
-from eval.reporting.formatting import (  # fmt: skip
+from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     format_estimate,
@@ -305,7 +305,6 @@ def curve_chart(curve: DataCurve) -> ReportChart:
 
 
 def series_names(curve: DataCurve) -> list[str]:
-    """A name for each temperature, and the prediction's."""
     temperatures = sorted({p.temperature for p in curve.points})
     return [*(f"temperature {t:g}" for t in temperatures), PREDICTED]
 
@@ -330,7 +329,6 @@ def curve_panel(curve: DataCurve, metric: str) -> str:
 
 
 def marker_line(curve: DataCurve) -> str:
-    """What each marker stands for, as text."""
     entries = legend_entries(series_names(curve))
     return ", ".join(f"{glyph} {name}" for glyph, _, name in entries)
 

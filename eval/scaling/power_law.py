@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.common.typed_json import Estimate
-from eval.metrics.bootstrap import CONFIDENCE, RESAMPLES, Array, Interval
+from eval.metrics.bootstrap import RESAMPLES, Array, Interval, percentile_interval
 
 EXPONENTS = np.linspace(0.0, 2.0, 101)
 """From the straight line over ln n to a step behind the smallest size."""
@@ -100,19 +100,21 @@ def forecast(
         return None
     values = numerators.sum(1) / totals
     law = fit(sizes, values)
-    gain = _number(_gain(np.array([law.level]), np.array([law.at(2 * law.largest)]), bounds)[0])
-    at_double = float(np.clip(law.at(2 * law.largest), *bounds))
+    level, at_double = (float(np.clip(x, *bounds)) for x in (law.level, law.at(2 * law.largest)))
+    gain = at_double / level - 1 if level > 0 else None
     drawn = _resampled_values(sizes, values, law, numerators, denominators, seed, resamples)
     if drawn is None:
         return LawForecast(law, None, Estimate(at_double), Estimate(gain))
-    level, slope, exponent = _fit_all(sizes, drawn)
+    levels, slopes, exponents = _fit_all(sizes, drawn)
     shifts = np.array([growth(2.0, c) for c in EXPONENTS])
-    doubled = level + slope * shifts[np.searchsorted(EXPONENTS, exponent)]
+    doubled = levels + slopes * shifts[np.searchsorted(EXPONENTS, exponents)]
+    before, after = np.clip(levels, *bounds), np.clip(doubled, *bounds)
+    gains = np.divide(after, before, out=np.full(before.shape, np.nan), where=before > 0) - 1
     return LawForecast(
         law,
-        _interval(exponent) if _fits_exponent(sizes) else None,
-        Estimate(at_double, _interval(np.clip(doubled, *bounds))),
-        Estimate(gain, None if gain is None else _interval(_gain(level, doubled, bounds))),
+        percentile_interval(exponents) if _fits_exponent(sizes) else None,
+        Estimate(at_double, percentile_interval(after)),
+        Estimate(gain, None if gain is None else percentile_interval(gains)),
     )
 
 
@@ -163,21 +165,3 @@ def _fit_all(sizes: Array, values: Array) -> tuple[Array, Array, Array]:
 
 def _fits_exponent(sizes: Array) -> bool:
     return len(np.unique(sizes)) >= MIN_SIZES_FOR_EXPONENT and len(sizes) > 3
-
-
-def _gain(level: Array, doubled: Array, bounds: tuple[float, float]) -> Array:
-    """Relative gains, both sides cut to `bounds`; NaN where the level is not above 0."""
-    before, after = np.clip(level, *bounds), np.clip(doubled, *bounds)
-    return np.divide(after, before, out=np.full(before.shape, np.nan), where=before > 0) - 1
-
-
-def _interval(values: Array) -> Interval | None:
-    values = values[np.isfinite(values)]
-    if len(values) == 0:
-        return None
-    low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)

@@ -28,19 +28,25 @@ from decode.model.loading import Target
 from decode.serving.log_counts import EngineLog, RequestCounts, pool
 from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_target
 from decode.serving.running import vllm_client
-from eval.metrics.bootstrap import Array
 from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
 from eval.served import suspects
-from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts
-from eval.served.reading import AS_WRITTEN, RULES, Reading, copy_files
+from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts, tau
+from eval.served.reading import AS_WRITTEN, Reading, copy_files
 from eval.tasks.loading import TaskPrompt
 
-LEVEL = 0.05
-"""p-value below which two sides accept differently. Gains of several readings share it."""
+LEVEL = 0.05  # p-value below which two sides accept differently. Gains of several readings share it
 OWN_RULES = ("changed-since-training", "unchecked")
 """Findings that name no cause: something was changed, or nothing is known."""
-LOWER_DTYPES = ("bfloat16", "float16")
-"""What else the engine may have computed the draft in, where that is not known."""
+RULES = {
+    "taps": ("taps", "taps-disagree", "taps-unread"),
+    "norms": ("norm-flags", "nested-norm-flag", "norm-before-residual", "norm-before-fc"),
+    "rope": ("rope", "rope-keys"),
+    "vocabulary map": ("map", "map-missing", "map-dtype", "missing-tensor", "whole-head"),
+    "tensors": ("missing-tensor", "unknown-tensor", "skipped-tensor"),
+    "biases": ("bias-flags", "dropped-bias"),
+    "matrices": ("shared-projection", "tied"),
+}
+"""{what is suspected: names of the checker's rules that speak of the same}."""
 
 Pairs = list[tuple[RequestCounts, RequestCounts]]
 
@@ -50,10 +56,8 @@ class Outcome:
     """What our decoder makes of one reading."""
 
     reading: Reading
-    counts: list[RequestCounts]
-    """Of each prompt; empty if the reading was refused."""
-    refused: str = ""
-    """Why our loader refuses it."""
+    counts: list[RequestCounts]  # of each prompt; empty if the reading was refused
+    refused: str = ""  # why our loader refuses it
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,11 @@ class ServedCounts:
     engine: str
     counts: list[RequestCounts] = field(default_factory=list)
     """Of each prompt, greedy; those of a log have no ids, and those of llama.cpp no positions."""
-    refused: str = ""
-    """The engine's error message, if it did not serve the draft."""
+    refused: str = ""  # the engine's error message, if it did not serve the draft
     other_prompts: str = ""
     """How the prompts that the engine read differ from ours; then their counts are not comparable."""
     exact: bool = True
     """Both sides computed in float32, so that equal functions accept equal tokens."""
-
-
-@dataclass
-class Cause:
-    """One thing that is wrong, with all evidence for it."""
-
-    about: str
-    evidence: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,8 +80,7 @@ class Agreement:
 
     prompts: int
     """Prompts that both sides answered with the same text, or all if the engine's text is not known."""
-    same: int
-    """Those with the same rounds and the same accepted tokens by position."""
+    same: int  # those with the same rounds and the same accepted tokens by position
     p_value: float | None
     """Of the permutation test that both accept alike; None where counts are compared exactly."""
     agrees: bool
@@ -96,7 +90,6 @@ class Agreement:
 
 
 def vllm_counts(result: Mapping[str, Any], exact: bool) -> ServedCounts:
-    """What a job of vllm_client gave."""
     if "error" in result:
         return ServedCounts("vLLM", refused=" ".join(result["error"].split())[:300], exact=exact)
     return ServedCounts(f"vLLM {result['vllm']}", vllm_client.answer_counts(result), exact=exact)
@@ -136,14 +129,12 @@ def decode_reading(
     dtype: str,
     out: str,
 ) -> Outcome:
-    """The counts of a reading, from a copy of the files that lies in the folder `out` meanwhile.
-
-    The draft computes in `dtype`, unless the reading has another.
-    """
+    """The counts of a reading, from a copy of the files that lies in the folder `out` meanwhile. The draft computes in
+    `dtype`, unless the reading has another."""
     with tempfile.TemporaryDirectory(dir=out, prefix="copy-") as scratch:
         folder = Path(scratch) / "draft"
         copy_files(d, folder)
-        reading.edit.apply(folder)
+        reading.edit(folder)
         try:
             with warnings.catch_warnings():
                 # A copy names no tokenizer; that of the draft was compared with the target's.
@@ -165,14 +156,14 @@ def comparable(ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts]) -
     return [(a, b) for a, b in pairs if b.output_ids in ((), a.output_ids)]
 
 
+def shown_counts(x: RequestCounts, theirs: RequestCounts) -> dict[str, object]:
+    keys = ["rounds", "accepted", *["by_position"] * bool(theirs.accepted_at)]
+    return {key: counts_json(x)[key] for key in keys}
+
+
 def differing(ours: RequestCounts, theirs: RequestCounts) -> list[str]:
-    """Names of the counts that the engine tells and that are not ours."""
-    a, b = counts_json(ours), counts_json(theirs)
-    return [key for key in shown_counts(theirs) if a[key] != b[key]]
-
-
-def shown_counts(theirs: RequestCounts) -> list[str]:
-    return ["rounds", "accepted", *["by_position"] * bool(theirs.accepted_at)]
+    own = shown_counts(ours, theirs)
+    return [key for key, value in shown_counts(theirs, theirs).items() if own[key] != value]
 
 
 def compare(ours: Sequence[RequestCounts], served: ServedCounts) -> Agreement:
@@ -188,18 +179,11 @@ def compare(ours: Sequence[RequestCounts], served: ServedCounts) -> Agreement:
 def permutation_test(pairs: Pairs) -> PermutationTestResult:
     """Of counts by position, or of all accepted tokens where one side has no positions."""
     positions = all(side.accepted_at for pair in pairs for side in pair)
-
-    def counts(side: Sequence[RequestCounts]) -> Array:
-        kept = [x.accepted_at if positions else (x.accepted,) for x in side]
-        return np.array([[x.rounds, *y] for x, y in zip(side, kept, strict=True)])
-
-    ours, theirs = zip(*pairs, strict=True)
-    return run_permutation_test(counts(ours), counts(theirs), level=LEVEL)
-
-
-def tau(counts: Sequence[RequestCounts]) -> float:
-    total = pool(counts)
-    return 1 + total.accepted / max(1, total.rounds or 0)
+    ours, theirs = (
+        np.array([[x.rounds, *(x.accepted_at if positions else (x.accepted,))] for x in side])
+        for side in zip(*pairs, strict=True)
+    )
+    return run_permutation_test(ours, theirs, level=LEVEL)
 
 
 def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]:
@@ -208,17 +192,14 @@ def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]
     if not pairs:
         return 0.0, 1.0
     ours, theirs = zip(*pairs, strict=True)
-    return tau(ours) - tau(theirs), permutation_test(pairs).parts[-1].p_value
+    return tau(pool(ours)) - tau(pool(theirs)), permutation_test(pairs).parts[-1].p_value
 
 
 def reproducing(
     written: Outcome, counted: Sequence[Outcome], served: ServedCounts
 ) -> list[Outcome]:
-    """The readings that accept what was served, if the files as they are written do not.
-
-    Those that the files give rise to, if there are any. Others are left out where nothing was accepted at all: any
-    wrong reading gives that.
-    """
+    """The readings that accept what was served, if the files as they are written do not. Those that the files give rise
+    to, if there are any. Others are left out where nothing was accepted at all: any wrong reading gives that."""
     if written.counts and compare(written.counts, served).agrees:
         return []
     found = [outcome for outcome in counted if compare(outcome.counts, served).agrees]
@@ -241,13 +222,10 @@ def name_causes(
     outcomes: Sequence[Outcome],
     served: ServedCounts | None,
     findings: Sequence[Finding],
-) -> list[Cause]:
-    """The causes, [] for a draft that is served as it was trained, as far as its files and these prompts show."""
-    causes: dict[str, Cause] = {}
-
-    def add(about: str, text: str) -> None:
-        causes.setdefault(about, Cause(about)).evidence.append(text)
-
+) -> dict[str, list[str]]:
+    """{what is wrong: all evidence}, {} for a draft that is served as it was trained, as far as its files and these
+    prompts show."""
+    causes: dict[str, list[str]] = {}
     counted = [outcome for outcome in outcomes if outcome.counts]
     if served and served.counts:
         for outcome in reproducing(written, counted, served):
@@ -255,32 +233,31 @@ def name_causes(
             share = f"{at.same} of {at.prompts} prompts the same"
             test = "" if at.p_value is None else f", p = {at.p_value:.2g}"
             text = f"decoding with {outcome.reading.says} accepts what {served.engine} accepts"
-            add(outcome.reading.about, f"{text}: {share}{test}")
+            causes.setdefault(outcome.reading.about, []).append(f"{text}: {share}{test}")
     base = written.counts or (served.counts if served else [])
     for outcome in improving(counted, base):
         more, p = gain(outcome, base)
         text = f"decoding with {outcome.reading.says} accepts more"
-        change = f"τ {tau(base):.3f} becomes {tau(base) + more:.3f}"
-        add(outcome.reading.about, f"{text}: {change}, p = {p:.2g}")
+        change = f"τ {tau(pool(base)):.3f} becomes {tau(pool(base)) + more:.3f}"
+        causes.setdefault(outcome.reading.about, []).append(f"{text}: {change}, p = {p:.2g}")
     readings = [outcome.reading for outcome in outcomes]
     for finding in findings:
         if finding.effect != IGNORED and finding.rule not in OWN_RULES:
             fitting = [x for x in readings if finding.rule in RULES.get(x.about, ())]
             fitting.sort(key=lambda reading: not reading.visible)
             about = fitting[0].about if fitting else finding.rule
-            add(about, f"rule {finding.rule}: {finding.what}")
-    return list(causes.values())
+            causes.setdefault(about, []).append(f"rule {finding.rule}: {finding.what}")
+    return causes
 
 
 def verdict(
     written: Outcome,
     outcomes: Sequence[Outcome],
     served: ServedCounts | None,
-    causes: Sequence[Cause],
+    causes: Sequence[str],
 ) -> str:
     """What was found, in one or two sentences; the evidence stands beside it."""
-    names = ", ".join(cause.about for cause in causes)
-    named = f"suspect: {names}" if causes else "nothing is suspect"
+    named = f"suspect: {', '.join(causes)}" if causes else "nothing is suspect"
     if not written.counts:
         named = f"our decoder refuses the files as they are written ({written.refused}); {named}"
     if served is None:
@@ -319,11 +296,9 @@ def audit_draft(
     findings: Sequence[Finding],
     dtype: str,
     out: str,
-) -> dict[str, Any]:
-    """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it.
-
-    Greedy: `s.temperature` is 0. UserError for a draft of another tokenizer and for files that nobody could read.
-    """
+) -> dict[str, object]:
+    """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it. Greedy: `s.temperature`
+    is 0. UserError for a draft of another tokenizer and for files that nobody could read."""
     check_saved_tokenizer(s.draft)
     facts = read_metadata(s.draft)
     recorded = facts.tokenizer_hash
@@ -334,7 +309,7 @@ def audit_draft(
     prompts, others = [item.prompt_ids for item in items], suspects.readings(d)
     if served is not None and not served.exact:
         lower = replace(AS_WRITTEN, about="dtype")
-        dtypes = [name for name in LOWER_DTYPES if name != dtype]
+        dtypes = [name for name in ("bfloat16", "float16") if name != dtype]
         others += [replace(lower, says=f"the draft in {name}", dtype=name) for name in dtypes]
     written, *outcomes = (
         decode_reading(s, target, d, reading, prompts, dtype, out)
@@ -355,33 +330,31 @@ def audit_draft(
         "written": _outcome_row(written, served),
         "first_difference": _first_difference(items, written, served),
         "readings": [_outcome_row(outcome, served) for outcome in outcomes],
-        "causes": [asdict(cause) for cause in causes],
-        "verdict": verdict(written, outcomes, served, causes),
+        "causes": [{"about": about, "evidence": evidence} for about, evidence in causes.items()],
+        "verdict": verdict(written, outcomes, served, list(causes)),
     }
 
 
-def _served_row(served: ServedCounts | None) -> dict[str, Any] | None:
+def _served_row(served: ServedCounts | None) -> dict[str, object] | None:
     if served is None:
         return None
-    row: dict[str, Any] = {"engine": served.engine, "exact": served.exact}
+    row: dict[str, object] = {"engine": served.engine, "exact": served.exact}
     if served.refused or served.other_prompts:
-        return row | {
-            "refused": served.refused or None,
-            "other_prompts": served.other_prompts or None,
-        }
-    return row | {"tau": tau(served.counts), **counts_json(pool(served.counts))}
+        refused, others = served.refused or None, served.other_prompts or None
+        return row | {"refused": refused, "other_prompts": others}
+    return row | _sums(served.counts)
 
 
-def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, Any]:
+def _sums(counts: Sequence[RequestCounts]) -> dict[str, object]:
+    return {"tau": tau(pool(counts)), **counts_json(pool(counts))}
+
+
+def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, object]:
     reading = outcome.reading
-    row: dict[str, Any] = {
-        "about": reading.about,
-        "reading": reading.says,
-        "visible": reading.visible,
-    }
+    row = {"about": reading.about, "reading": reading.says, "visible": reading.visible}
     if not outcome.counts:
         return row | {"refused": outcome.refused}
-    row |= {"tau": tau(outcome.counts), **counts_json(pool(outcome.counts))}
+    row |= _sums(outcome.counts)
     if served and served.counts:
         row |= asdict(compare(outcome.counts, served))
     return row
@@ -389,13 +362,13 @@ def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, Any
 
 def _first_difference(
     items: Sequence[TaskPrompt], written: Outcome, served: ServedCounts | None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """The first prompt in which the engine and our decoder, which reads the files as they are written, differ."""
     if served is None or not served.counts or not written.counts:
         return None
     for item, a, b in zip(items, written.counts, served.counts, strict=True):
-        keys = ["ids"] * (b.output_ids not in ((), a.output_ids)) + differing(a, b)
+        keys = ["ids"] * (b.output_ids not in ((), a.output_ids)) + list(differing(a, b))
         if keys:
-            ours, theirs = ({key: counts_json(x)[key] for key in shown_counts(b)} for x in (a, b))
+            ours, theirs = (shown_counts(x, b) for x in (a, b))
             return {"task": item.task, "id": item.id, "differs_in": keys, "ours": ours, "served": theirs}  # fmt: skip
     return None

@@ -28,12 +28,10 @@ from decode.verification.tree import tree_from_paths
 from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 
-SIGNIFICANCE_LEVEL = 1e-3
-"""The p-value below which the acceptance of two sides counts as different."""
+SIGNIFICANCE_LEVEL = 1e-3  # the p-value below which the acceptance of two sides counts as different
 MIN_PROMPTS = 24
 """Prompts at a temperature. With fewer, the permutation test has too few permutations for a small p-value."""
-BATCH_ROWS = 16
-"""Batch size of our engine at a temperature."""
+BATCH_ROWS = 16  # batch size of our engine at a temperature
 
 
 @dataclass
@@ -85,6 +83,10 @@ def count_rounds(
         tuple(sum(accepted > i for _, accepted in rounds) for i in range(k)),
         output_ids=tuple(map(tuple, ids)),
     )
+
+
+def tau(total: RequestCounts) -> float:
+    return 1 + total.accepted / max(1, total.rounds or 0)
 
 
 def counts_json(x: RequestCounts) -> dict[str, Any]:
@@ -188,11 +190,9 @@ def compare_greedy(
     theirs: Sequence[RequestCounts],
     ignored: str,
 ) -> dict[str, Any]:
-    """{prompts, same, ties, differ}; `ties` and `differ` list prompts with both sides' counts and the gap.
-
-    A prompt is a tie if the gap of the target's two best logits at the first difference is below `margin`. The count
-    `ignored` is shown only.
-    """
+    """{prompts, same, ties, differ}; `ties` and `differ` list prompts with both sides' counts and the gap. A prompt is
+    a tie if the gap of the target's two best logits at the first difference is below `margin`. The count `ignored` is
+    shown only."""
     found: dict[str, list[dict[str, Any]]] = {"ties": [], "differ": []}
     for item, *pair in zip(items, ours, theirs, strict=True):
         a, b = ({"output_ids": list(x.output_ids[0])} | counts_json(x) for x in pair)
@@ -211,6 +211,7 @@ def compare_sampled(
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
     sides = [np.array([[x.rounds, *x.accepted_at] for x in side]) for side in (ours, vllm)]
     test = run_permutation_test(sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed)
+    renamed = {"a": "ours", "b": "vllm"}
     return {
         "temperature": s.temperature,
         "prompts": len(ours),
@@ -223,8 +224,7 @@ def compare_sampled(
         "p_value": test.p_value,
         "permutations": test.permutations,
         "parts": [
-            {"name": part.name, "ours": part.a, "vllm": part.b}
-            | {key: value for key, value in asdict(part).items() if key not in ("name", "a", "b")}
+            {renamed.get(key, key): value for key, value in asdict(part).items()}
             for part in test.parts
         ],
     }
@@ -234,7 +234,7 @@ def totals_table(totals: Mapping[str, RequestCounts]) -> Table:
     table = Table("", "rounds", "accepted", "by position", "τ")
     for name, x in totals.items():
         counts = (str(x.rounds), str(x.accepted), str(list(x.accepted_at)))
-        table.add_row(name, *counts, f"{1 + x.accepted / max(1, x.rounds or 0):.3f}")
+        table.add_row(name, *counts, f"{tau(x):.3f}")
     return table
 
 

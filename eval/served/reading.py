@@ -1,19 +1,24 @@
-"""One way to read a draft's files, and the edits that several suspects share."""
+"""One way to read a draft's files, and edits of saved files, from which mistakes and readings are made."""
 
+import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from decode.checkpoints import importers, layouts
-from decode.checkpoints.draft_folder import METADATA_FILE
-from decode.checkpoints.importers import Tensors
-from decode.checkpoints.layouts import Shapes
-from decode.serving.edits import ConfigEdit, Edit, EditSequence, TensorEdit
+from decode.checkpoints.draft_folder import METADATA_FILE, read_metadata
+from decode.checkpoints.layouts import Shapes, Tensors
+from decode.model.fingerprint import TargetRecord
+from decode.serving.export import to_speculators
 from decode.serving.rules import DraftFiles
 
+Edit = Callable[[Path], object]  # a change of the files in a draft's folder
 AdjustFn = Callable[[Any], None]
 """Changes a loaded draft in place, where no edit of its files could."""
 
@@ -22,53 +27,98 @@ AdjustFn = Callable[[Any], None]
 class Reading:
     """One way to read a draft's files."""
 
-    about: str
-    """What is suspected, in a word or two."""
-    says: str
-    """What this reading does, to be put behind "decoding with"."""
-    edit: Edit
-    """Of a copy of the files (`copy_files`)."""
-    adjust: AdjustFn | None = None
-    """Of the draft that was loaded from them."""
-    dtype: str = ""
-    """What the draft computes in; empty: as in all other readings."""
+    about: str  # what is suspected, in a word or two
+    says: str  # what this reading does, to be put behind "decoding with"
+    edit: Edit  # of a copy of the files (`copy_files`)
+    adjust: AdjustFn | None = None  # of the draft that was loaded from them
+    dtype: str = ""  # what the draft computes in; empty: as in all other readings
     visible: bool = False
     """The files themselves give rise to it: something is missing, superfluous or said twice in two ways."""
 
 
-RULES = {
-    "taps": ("taps", "taps-disagree", "taps-unread"),
-    "norms": ("norm-flags", "nested-norm-flag", "norm-before-residual", "norm-before-fc"),
-    "rope": ("rope", "rope-keys"),
-    "vocabulary map": ("map", "map-missing", "map-dtype", "missing-tensor", "whole-head"),
-    "tensors": ("missing-tensor", "unknown-tensor", "skipped-tensor"),
-    "biases": ("bias-flags", "dropped-bias"),
-    "matrices": ("shared-projection", "tied"),
-}
-"""{what is suspected: names of the checker's rules that speak of the same}."""
-AS_WRITTEN = Reading("", "the files as they are written", EditSequence(()))
-TEXT_FILES = (".json", ".model", ".jinja", ".txt")
-"""Endings of what is copied beside the tensors: configs and tokenizers."""
+AS_WRITTEN = Reading("", "the files as they are written", lambda folder: None)
 
 
 def copy_files(d: DraftFiles, out: Path) -> None:
-    """The draft's files with all tensors in one file under their own names, and without draftsmith.json.
-
-    What training recorded refuses edited files when they are loaded; here they shall be read by what they say.
-    """
+    """The draft's files with all tensors in one file under their own names, and without draftsmith.json. What training
+    recorded refuses edited files when they are loaded; here they shall be read by what they say."""
     layouts.write_checkpoint(out, d.raw_config, importers.raw_tensors(d.path))
     for file in Path(d.path).iterdir():
         known = file.name in ("config.json", METADATA_FILE, importers.INDEX_FILE)
-        if file.suffix in TEXT_FILES and not known:
+        if file.suffix in (".json", ".model", ".jinja", ".txt") and not known:
             (out / file.name).write_bytes(file.read_bytes())
 
 
-def layer_config(d: DraftFiles, **changes: Any) -> ConfigEdit:
-    """Settings of the decoder layer, where this format has them."""
-    return ConfigEdit(changes, "transformer_layer_config" if d.is_speculators_format else "")
+# ---- edits ----
 
 
-def fill_tensors(shapes: Shapes, std: float) -> TensorEdit:
+def combine(*edits: Edit) -> Edit:
+    return lambda folder: [edit(folder) for edit in edits]
+
+
+def set_config(section: str = "", /, **changes: Any) -> Edit:
+    """Sets keys of config.json, or of its object `section`; None deletes a key."""
+
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        part = config[section] if section else config
+        part.update(changes)
+        for key in [key for key, value in changes.items() if value is None]:
+            del part[key]
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[Tensors], object]) -> Edit:
+    """Changes the tensors in place, by their names in the file."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / layouts.WEIGHTS_FILE)
+        change(tensors)
+        # A copy of each: safetensors refuses two names of one tensor.
+        kept = torch.contiguous_format
+        copies = {name: value.clone(memory_format=kept) for name, value in tensors.items()}
+        save_file(copies, folder / layouts.WEIGHTS_FILE)
+
+    return edit
+
+
+def remove_file(name: str) -> Edit:
+    return lambda folder: (folder / name).unlink()
+
+
+def nest_config(folder: Path) -> None:
+    """Rewrites EAGLE-3 heads in the speculators format."""
+    target = (read_metadata(str(folder)).target or TargetRecord()).name
+    checkpoint = importers.read_checkpoint(str(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        layouts.write_checkpoint(Path(scratch), *to_speculators(checkpoint, target, 4))
+        for file in Path(scratch).iterdir():
+            shutil.copyfile(file, folder / file.name)
+
+
+def layer_config(d: DraftFiles, **changes: Any) -> Edit:
+    return set_config("transformer_layer_config" if d.is_speculators_format else "", **changes)
+
+
+def set_rope_theta(theta: float) -> Edit:
+    return set_config(rope_parameters={"rope_type": "default", "rope_theta": theta})
+
+
+def rename(old: str, new: str) -> Edit:
+    return edit_tensors(lambda tensors: tensors.update({new: tensors.pop(old)}))
+
+
+def drop(name: str) -> Edit:
+    return edit_tensors(lambda tensors: tensors.pop(name))
+
+
+def drop_all(d: DraftFiles, names: Sequence[str]) -> Edit:
+    return edit_tensors(lambda tensors: [tensors.pop(d.name_in_file[name], None) for name in names])
+
+
+def fill_tensors(shapes: Shapes, std: float) -> Edit:
     """Adds tensors: norms of one, matrices of zeros or, with `std`, random."""
 
     def change(tensors: Tensors) -> None:
@@ -77,19 +127,14 @@ def fill_tensors(shapes: Shapes, std: float) -> TensorEdit:
             noise = std * torch.randn(shape, generator=generator)
             tensors[name] = torch.ones(shape) if "norm" in name else noise
 
-    return TensorEdit(change)
+    return edit_tensors(change)
 
 
-def drop_all(d: DraftFiles, names: Sequence[str]) -> TensorEdit:
-    """Removes tensors by their canonical names."""
-    return TensorEdit(lambda tensors: [tensors.pop(d.name_in_file[name], None) for name in names])
-
-
-def reverse_columns(d: DraftFiles, names: Sequence[str], parts: int) -> TensorEdit:
+def reverse_columns(d: DraftFiles, names: Sequence[str], parts: int) -> Edit:
     """Puts the `parts` equal groups of columns of these matrices into the opposite order."""
 
     def change(tensors: Tensors) -> None:
         for name in (d.name_in_file[name] for name in names if name in d.tensors):
             tensors[name] = torch.cat(tensors[name].chunk(parts, 1)[::-1], 1)
 
-    return TensorEdit(change)
+    return edit_tensors(change)

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,8 @@ Interval = tuple[float, float] | None
 
 
 def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
-    """{figure: (numerators, denominators) [n requests]}; a figure that the log does not give is left out.
-
-    τ counts the token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached.
-    """
+    """{figure: (numerators, denominators) [n requests]}; a figure that the log does not give is left out. τ counts the
+    token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached."""
     counts = np.array([(r.drafted, r.accepted) for r in requests], dtype=np.int64).reshape(-1, 2)
     drafted, accepted = counts.T
     found = {"acceptance_rate": (accepted, drafted)} if drafted.any() else {}
@@ -95,10 +94,8 @@ class LogScore:
     accepted: int
     figures: dict[str, LogFigure]
     """By "tau", "alpha" and "acceptance_rate"; one that the log does not give is left out."""
-    by_position: list[PositionFigures]
-    """Empty if the log has no positions."""
-    engine_mean_length: float | None
-    """Of the lengths that the engine gives for each request."""
+    by_position: list[PositionFigures]  # empty if the log has no positions
+    engine_mean_length: float | None  # of the lengths that the engine gives for each request
 
     @property
     def requests(self) -> int | None:
@@ -165,60 +162,49 @@ def score_positions(requests: Sequence[RequestCounts], rounds: Array) -> list[Po
 
 
 def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
-    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts.
-
-    By the names of the prompts if both logs have them, else by their order; then the lengths of the prompts have to
-    agree where both logs have them. A prompt whose request failed in one log is left out.
-    """
+    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts. By the names of the
+    prompts if both logs have them, else by their order; then the lengths of the prompts have to agree where both logs
+    have them. A prompt whose request failed in one log is left out."""
     for log in (a, b):
         if not log.per_request:
             raise UserError(
                 f"{log.path} holds totals of a server: two logs are compared by request, give responses"
             )
-    names = [x.prompt for log in (a, b) for x in log.requests]
-    names += [x.prompt for log in (a, b) for x in log.failed]
-    pairs = _match_by_name(a, b) if all(names) else _match_by_order(a, b)
-    if not pairs:
-        raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
-    return [one for one, _ in pairs], [other for _, other in pairs]
-
-
-def _match_by_order(a: EngineLog, b: EngineLog) -> list[tuple[RequestCounts, RequestCounts]]:
-    slots: list[list[RequestCounts | None]] = [[*a.requests], [*b.requests]]
-    for own, log in zip(slots, (a, b), strict=True):
-        for failed in log.failed:  # ascending, so that each finds its place
-            own.insert(failed.index, None)
-    if len(slots[0]) != len(slots[1]):
-        raise UserError(
-            f"{a.path} has {len(slots[0])} requests and {b.path} {len(slots[1])}: give logs of the same prompts"
-        )
-    pairs = []
-    for number, (one, other) in enumerate(zip(*slots, strict=True), start=1):
-        if one is None or other is None:  # failed in one of them
-            continue
-        lengths = (one.prompt_tokens, other.prompt_tokens)
-        if None not in lengths and lengths[0] != lengths[1]:
-            raise UserError(
-                f"request {number} has {lengths[0]} prompt tokens in {a.path} and {lengths[1]} in {b.path}: "
-                "give logs of the same prompts in the same order"
-            )
-        pairs.append((one, other))
-    return pairs
-
-
-def _match_by_name(a: EngineLog, b: EngineLog) -> list[tuple[RequestCounts, RequestCounts]]:
-    first, second = ({r.prompt: r for r in log.requests} for log in (a, b))
-    for log, named in ((a, first), (b, second)):
-        if len(named) < len(log.requests):
-            raise UserError(f"{log.path} has a prompt twice: give one response for each prompt")
     failed = {x.prompt for log in (a, b) for x in log.failed}
+    named = all(failed) and all(x.prompt for log in (a, b) for x in log.requests)
+    first, second = (_by_prompt(log, named) for log in (a, b))
+    totals = [len(log.requests) + len(log.failed) for log in (a, b)]
     alone = sorted((first.keys() ^ second.keys()) - failed)
-    if alone:
+    if named and alone:
         raise UserError(
             f"{len(alone)} prompts are in one of {a.path} and {b.path} alone, the first is {alone[0][:40]!r}: "
             "give logs of the same prompts"
         )
-    return [(first[name], second[name]) for name in first if name in second]
+    if not named and totals[0] != totals[1]:
+        raise UserError(
+            f"{a.path} has {totals[0]} requests and {b.path} {totals[1]}: give logs of the same prompts"
+        )
+    shared = [name for name in first if name in second]
+    if not shared:
+        raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
+    for name in () if named else shared:
+        lengths = [side[name].prompt_tokens for side in (first, second)]
+        if None not in lengths and lengths[0] != lengths[1]:
+            raise UserError(
+                f"request {name} has {lengths[0]} prompt tokens in {a.path} and {lengths[1]} in {b.path}: "
+                "give logs of the same prompts in the same order"
+            )
+    return [first[name] for name in shared], [second[name] for name in shared]
+
+
+def _by_prompt(log: EngineLog, named: bool) -> dict[str, RequestCounts]:
+    """The requests by the names of their prompts, or by their numbers among all requests, from 1."""
+    gone = {x.index for x in log.failed}
+    numbers = (str(i + 1) for i in count() if i not in gone)
+    found = {x.prompt if named else number: x for x, number in zip(log.requests, numbers)}  # noqa: B905 (endless)
+    if len(found) < len(log.requests):
+        raise UserError(f"{log.path} has a prompt twice: give one response for each prompt")
+    return found
 
 
 @dataclass(frozen=True)
@@ -234,15 +220,12 @@ class LogComparison:
     """What two logs show of their difference."""
 
     prompts: int
-    differences: dict[str, LogDifference]
-    """By the names of figures."""
-    p_value: float
-    """Of the difference in τ."""
+    differences: dict[str, LogDifference]  # by the names of figures
+    p_value: float  # of the difference in τ
     power: float
     detectable_difference: float | None
     """In τ: so many prompts show it with a probability of `power`. None: no number of swaps can give LEVEL."""
-    prompts_needed: int | None
-    """By the difference in τ."""
+    prompts_needed: int | None  # by the difference in τ
 
     @property
     def verdict(self) -> str:

@@ -62,9 +62,6 @@ class DatasetSpec:
     placeholder: str = ""
     """What stands in rows whose text was left out; such a row is refused."""
 
-    def metric_for(self, domain: str) -> str:
-        return self.metrics.get(domain, self.metric)
-
     def data_path(self, task: str, path: str) -> Path | None:
         """The file or folder that holds the rows: `path`, or the bundled one; None if `path` is a name on the Hub.
 
@@ -116,12 +113,6 @@ def find_dataset_spec(kind: str) -> DatasetSpec:
     return load_dataset_specs().get(kind, CUSTOM_DATASET)
 
 
-def tasks_without_path() -> list[str]:
-    """Names of the tasks that are bundled or on the Hub, sorted."""
-    specs = load_dataset_specs().values()
-    return sorted(spec.name for spec in specs if spec.bundled or spec.hub)
-
-
 def evaluate_expression(expression: str, row: DatasetRow) -> Any:
     """The value of a Jinja expression over the row's fields; None for a missing field or an empty expression."""
     if not expression:
@@ -146,18 +137,12 @@ def _row_error(row: DatasetRow, error: Exception) -> UserError:
     return UserError(f"{row.location}: {one_line(error)}: is it a file of this task?")
 
 
-def row_domain(spec: DatasetSpec, row: DatasetRow) -> str:
-    domain = evaluate_expression(spec.domain_from, row)
-    return str(domain) if domain else spec.domain
-
-
 def load_rows(task: str, path: str, spec: DatasetSpec, limit: int) -> list[DatasetRow]:
     """The first `limit` rows (0: all) of the task's file, or of the spec's Hub data set. UserError for none."""
     if not path and not spec.bundled:
         if not spec.hub:
-            raise UserError(
-                f"task {task!r} needs a path; known without one: {', '.join(tasks_without_path())}"
-            )
+            known = [x.name for x in load_dataset_specs().values() if x.bundled or x.hub]
+            raise UserError(f"task {task!r} needs a path; known without one: {', '.join(known)}")
         rows = _read_hub(task, spec, spec.hub)
     else:
         found = spec.data_path(task, path)
@@ -165,9 +150,9 @@ def load_rows(task: str, path: str, spec: DatasetSpec, limit: int) -> list[Datas
     taken = list(islice(rows, limit or None))
     if len(taken) == 0:
         raise UserError(f"{path or spec.name} holds no prompts")
-    bad = next((row.error for row in taken if row.error), "")
-    if bad:
-        raise UserError(bad)
+    for row in taken:
+        if row.error:
+            raise UserError(row.error)
     return taken
 
 

@@ -24,7 +24,6 @@ from eval.tasks.dataset_specs import (
     find_dataset_spec,
     load_rows,
     render_template,
-    row_domain,
 )
 from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
 
@@ -62,23 +61,16 @@ class TaskPrompt:
     id: str
     prompt_ids: list[int]
     domain: str = ""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer."""
+    stop: tuple[str, ...] = ()  # texts that end an answer
     metric: str = ""
     """How an answer is scored: number, rouge-l, code, json, or empty for not at all."""
-    reference: str = ""
-    """What it is scored against: a text, or the program that tests it."""
-    prefix: str = ""
-    """Code that the answer continues."""
+    reference: str = ""  # what it is scored against: a text, or the program that tests it
+    prefix: str = ""  # code that the answer continues
     messages: Messages = field(default_factory=list)
-    tools: Tools | None = None
-    """What the chat may call."""
-    arguments: Arguments | None = None
-    """The row's own arguments of the chat template."""
-    later_turns: tuple[str, ...] = ()
-    """The user's messages after this turn."""
-    error: str = ""
-    """Why it cannot be decoded; empty if it can."""
+    tools: Tools | None = None  # what the chat may call
+    arguments: Arguments | None = None  # the row's own arguments of the chat template
+    later_turns: tuple[str, ...] = ()  # the user's messages after this turn
+    error: str = ""  # why it cannot be decoded; empty if it can
     form: str = ""
     """How its row of a file of the user's was read, such as "read as prompt (columns prompt)"."""
 
@@ -190,10 +182,9 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     hashed = json.dumps([prompt, *others] if others else prompt)
     digest = hashlib.sha256(hashed.encode()).hexdigest()[:16]
     own_id = evaluate_expression(spec.id, row)
-    domain = row_domain(spec, row)
-    metric, reference = spec.metric_for(domain), ""
-    if metric:
-        reference = render_template(spec.reference, row).strip("\n")
+    domain = str(evaluate_expression(spec.domain_from, row) or spec.domain)
+    metric = spec.metrics.get(domain, spec.metric)
+    reference = render_template(spec.reference, row).strip("\n") if metric else ""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     return TaskPrompt(
         task=task.name,

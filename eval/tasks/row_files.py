@@ -36,8 +36,7 @@ HIDDEN = (".", "__")
 """How the names of hidden files and folders begin, and of those that macOS leaves in archives."""
 ROWS_A_PASS = 50_000
 """Rows in memory while a file without places for its rows is read in random order."""
-SHUFFLE_BUFFER = 10_000
-"""Rows of a streamed data set that are shuffled together."""
+SHUFFLE_BUFFER = 10_000  # rows of a streamed data set that are shuffled together
 
 
 def read_rows(

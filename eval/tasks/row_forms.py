@@ -21,16 +21,12 @@ Content = str | tuple[str, str] | Messages
 class RowForm:
     """One way in which data sets write a prompt."""
 
-    column: str
-    """Where the prompt stands: a text, a list of messages, or such a list as JSON."""
+    column: str  # where the prompt stands: a text, a list of messages, or such a list as JSON
     answers: tuple[str, ...] = ()
     """Columns that may hold its answer; the first one that is not empty does. `answers` holds calls of tools."""
-    chat: bool = False
-    """The column holds messages, never a text."""
-    whole: bool = False
-    """A text without an answer is no question: all of it can be learned."""
-    input: str = ""
-    """Column of a text that follows the prompt behind a blank line."""
+    chat: bool = False  # the column holds messages, never a text
+    whole: bool = False  # A text without an answer is no question: all of it can be learned
+    input: str = ""  # column of a text that follows the prompt behind a blank line
 
 
 FORMS = (
@@ -56,10 +52,8 @@ SPEAKERS = {
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 """{how data sets name who speaks, in small letters: the role}."""
-LISTED = 12
-"""How many of a row's columns an error names."""
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of a content that are texts."""
+LISTED = 12  # how many of a row's columns an error names
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a content that are texts
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,7 @@ class DatasetRow:
 
     fields: dict[str, Any]
     location: str
-    error: str = ""
-    """Why it cannot be read; empty if it can. It names the location."""
+    error: str = ""  # why it cannot be read; empty if it can. It names the location.
 
     def name(self, column: str) -> str:
         return f"{self.location}: `{column}`"
@@ -82,14 +75,10 @@ class Row:
     prompt: str | Messages
     answer: str | Messages | None = None
     tools: Tools | None = None
-    arguments: Arguments | None = None
-    """Of the chat template, for this row alone."""
-    whole: bool = False
-    """`prompt` is a text that can be learned as a whole."""
-    columns: tuple[str, ...] = ()
-    """Those that were read."""
-    unused: tuple[str, ...] = ()
-    """Those that were not, and hold something."""
+    arguments: Arguments | None = None  # of the chat template, for this row alone
+    whole: bool = False  # `prompt` is a text that can be learned as a whole
+    columns: tuple[str, ...] = ()  # those that were read
+    unused: tuple[str, ...] = ()  # those that were not, and hold something
 
     def question(self) -> str | Messages | None:
         """The prompt; of a chat all before its last reply. None for a chat in which nobody asks."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.common.ranges import (  # fmt: skip
+from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,

@@ -25,7 +25,6 @@ RecordsBySetting = Mapping[Method, Sequence[DecodeRecord]]
 
 
 def filter_by_task(records: RecordsBySetting, task: str) -> dict[Method, list[DecodeRecord]]:
-    """Only the records of that domain, or all."""
     return {
         setting: [x for x in own if task in (ALL_TASKS, x.task)] for setting, own in records.items()
     }

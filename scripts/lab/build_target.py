@@ -1,7 +1,8 @@
 """Trains the bundled target (`assets/target`) or the small base draft (`assets/draft`) from scratch.
 
 The corpus is Python's standard library and language reference, which every Python installation has, and the training
-questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
+questions of GSM8K. Muon trains the matrices of the layers, AdamW the rest. The run saves checkpoints (--save_every) and
+the same command continues it. provenance.json beside the weights has the settings, the corpus and the results.
 
     python scripts/lab/build_target.py --model target --gsm8k openai/gsm8k
     python scripts/lab/build_target.py --model draft  --gsm8k path/to/train.jsonl
@@ -14,6 +15,7 @@ import math
 import platform
 import re
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,13 +30,12 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common import lock
-from decode.common.command import Terminated, run_command
+from decode.common.command import DeferredStop, Terminated, run_command, stop
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
-from decode.common.ranges import Seed, at_least
+from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from decode.common.run_dir import check_folder, replace_folder
 from eval.tasks.row_files import load_hub_dataset
-from scripts.lab.scratch_training import ScratchTrainingSettings, train_from_scratch
 from train.data import python_corpus
 
 COMMAND = "python scripts/lab/build_target.py"
@@ -47,7 +48,19 @@ DOMAIN_WEIGHTS = {"code": 0.63, "prose": 0.05, "arithmetic": 0.32}
 
 
 @dataclass
-class BuildTargetConfig(ScratchTrainingSettings):
+class BuildTargetConfig:
+    tokens: Count = 8_000_000
+    """Tokens to train on."""
+    batch_tokens: Count = 8192
+    """Tokens a step."""
+    muon_lr: LearningRate = 0.02
+    """Peak learning rate of Muon, which trains the matrices of the layers."""
+    adam_lr: LearningRate = 0.004
+    """Peak learning rate of AdamW, which trains embeddings and norms."""
+    decay: Share = 0.5
+    """Share of the run, at its end, over which the learning rate falls linearly to zero."""
+    save_every: Count = 100
+    """Steps between checkpoints."""
     model: Literal["target", "draft"] = "target"
     """target: 12 layers of 256; draft: one layer of 256 on the target's tokenizer."""
     gsm8k: str = "openai/gsm8k"
@@ -85,21 +98,15 @@ def gsm8k_documents(source: str) -> list[str]:
     ]
 
 
-def load_corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """({domain: training documents}, {domain: held-out documents})."""
+def load_corpus(gsm8k: str, held_out: bool) -> dict[str, list[str]]:
+    """{domain: documents}, those to train on or those that are held out."""
     questions = gsm8k_documents(gsm8k)
-    unseen, seen = (
-        {
-            "code": list(python_corpus.read_modules(held_out).values()),
-            "prose": list(python_corpus.read_help_topics(held_out).values()),
-            "arithmetic": part,
-        }
-        for held_out, part in (
-            (True, questions[-HELD_OUT_QUESTIONS:]),
-            (False, questions[:-HELD_OUT_QUESTIONS]),
-        )
-    )
-    return seen, unseen
+    seen, unseen = questions[:-HELD_OUT_QUESTIONS], questions[-HELD_OUT_QUESTIONS:]
+    return {
+        "code": list(python_corpus.read_modules(held_out).values()),
+        "prose": list(python_corpus.read_help_topics(held_out).values()),
+        "arithmetic": unseen if held_out else seen,
+    }
 
 
 def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
@@ -120,10 +127,16 @@ def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> np.ndarray:
-    """The ids of all documents in one stream [N], each document followed by EOS."""
-    ids = tokenizer(documents, add_special_tokens=False)["input_ids"]
-    return np.concatenate([np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids])
+def encode(
+    tokenizer: PreTrainedTokenizerFast, documents: dict[str, list[str]]
+) -> dict[str, np.ndarray]:
+    """{domain: the ids [N] of all its documents in one stream, each document followed by EOS}."""
+    streams = {}
+    for domain, texts in documents.items():
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ended = [np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids]
+        streams[domain] = np.concatenate(ended)
+    return streams
 
 
 def new_model(name: str, vocab: int, window: int) -> Any:
@@ -154,10 +167,8 @@ def sample_batch(
 ) -> torch.Tensor:
     """[windows, window + 1] ids. They depend only on (seed, step), so that a resumed run gets the same batches."""
     rng = np.random.default_rng([s.seed, step])
-    rows = []
-    for domain in rng.choice(
-        list(DOMAIN_WEIGHTS), size=s.batch_tokens // window, p=list(DOMAIN_WEIGHTS.values())
-    ):
+    rows, names, weights = [], list(DOMAIN_WEIGHTS), list(DOMAIN_WEIGHTS.values())
+    for domain in rng.choice(names, size=s.batch_tokens // window, p=weights):
         at = rng.integers(0, len(streams[domain]) - window - 1)
         rows.append(streams[domain][at : at + window + 1])
     return torch.from_numpy(np.stack(rows))
@@ -170,23 +181,80 @@ def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
-    """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}."""
-    steps = s.tokens // s.batch_tokens
+def train(
+    s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str
+) -> dict[str, float]:
+    """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}.
+
+    A signal ends the run after the current step with a checkpoint.
+    """
+    steps, checkpoint = s.tokens // s.batch_tokens, Path(s.work) / f"{s.model}.pt"
     next_loss = torch.compile(next_token_loss) if s.compile else next_token_loss
+    own = {id(p): p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n}
+    rest = [p for p in model.parameters() if id(p) not in own]
+    muon = torch.optim.Muon([*own.values()], weight_decay=0.05, momentum=0.95, nesterov=True)
+    adam = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers: list[torch.optim.Optimizer] = [muon, adam]
+    step, spent, smooth = 0, 0.0, 0.0
+    if checkpoint.is_file():
+        state = torch.load(checkpoint, weights_only=True)
+        step, spent, smooth = state["step"], state["seconds"], state["loss"]
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        print(f"resumed at step {step} of {steps}")
+    start = time.perf_counter()
+    with DeferredStop() as asked:
+        while step < steps:
+            # Warm-up over 100 steps, plateau, linear fall to zero.
+            scale = min(1.0, (step + 1) / 100, (steps - step) / max(1, steps * s.decay))
+            for peak, optimizer in zip((s.muon_lr, s.adam_lr), optimizers, strict=True):
+                optimizer.param_groups[0]["lr"] = peak * scale
+            window = s.short_window if step < 0.8 * steps else s.window
+            if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
+                model.set_attn_implementation("eager" if window <= 256 else "sdpa")
+            loss = next_loss(model, sample_batch(streams, s, step, window).to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
+            if not math.isfinite(smooth):
+                raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
+            seconds = spent + time.perf_counter() - start
+            if step % 20 == 0:
+                speed, left = step * s.batch_tokens / seconds, (steps - step) * seconds / step / 60
+                told = f"loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left"
+                print(f"step {step}/{steps} {told}", flush=True)
+            if step % s.save_every == 0 or step == steps or asked.received:
+                state = {"step": step, "seconds": seconds, "loss": smooth}
+                state |= {"model": model.state_dict()}
+                state |= {"optimizers": [o.state_dict() for o in optimizers]}
+                save_checkpoint(state, checkpoint)
+            if asked.received and step < steps:
+                stop(asked.received, f"step {step} is saved")
+    minutes = round((spent + time.perf_counter() - start) / 60, 1)
+    tokens = steps * s.batch_tokens
+    return {"steps": steps, "tokens": tokens, "minutes": minutes, "train_loss": round(smooth, 4)}
 
-    def loss_at(step: int) -> torch.Tensor:
-        window = s.short_window if step < 0.8 * steps else s.window
-        if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
-            model.set_attn_implementation("eager" if window <= 256 else "sdpa")
-        return next_loss(model, sample_batch(streams, s, step, window).to(device))
 
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    return train_from_scratch(s, model, matrices, loss_at, Path(s.work) / f"{s.model}.pt")
+def save_checkpoint(state: dict[str, Any], file: Path) -> None:
+    """Replaces the checkpoint; what is there stays when it cannot be written."""
+    scratch = file.with_suffix(".tmp")
+    try:
+        torch.save(state, scratch)
+        scratch.replace(file)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 @torch.no_grad()
-def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: str) -> dict:
+def evaluate(
+    model: Any, streams: dict[str, np.ndarray], window: int, device: str
+) -> dict[str, dict[str, float]]:
     """{domain: {loss, accuracy, tokens}} of next-token prediction in fp32 over non-overlapping windows."""
     out = {}
     for domain, stream in streams.items():
@@ -199,87 +267,6 @@ def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: st
             count += ids.shape[1] - 1
         scores = {"loss": round(loss / count, 4), "accuracy": round(right / count, 4)}
         out[domain] = scores | {"tokens": count}
-    return out
-
-
-def provenance(
-    s: BuildTargetConfig, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
-) -> dict:
-    """The content of provenance.json: settings, corpus with its checksum, training and held-out results."""
-    digest = hashlib.sha256()
-    for domain in sorted(streams):
-        digest.update(streams[domain].tobytes())
-    return {
-        "model": s.model,
-        "parameters": parameters,
-        "command": f"{COMMAND} --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
-        "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
-        "corpus": {
-            "python": platform.python_version(),
-            "tokens": {domain: len(stream) for domain, stream in streams.items()},
-            "weights": DOMAIN_WEIGHTS,
-            "sha256_of_ids": digest.hexdigest(),
-        },
-        "run": run,
-        "held_out": held_out,
-        "torch": torch.__version__,
-    }
-
-
-README = """# The bundled {model}
-
-A {parameters:,}-parameter Llama (layers: {layers}, width {width}, heads of 64, tied embeddings,
-4,096-entry byte-level BPE without a chat template, context {window}), trained from scratch by this
-project. Weights: bf16 safetensors. The facts below are written by `scripts/lab/build_target.py` from its
-own run; `provenance.json` holds all of them.
-
-Rebuild: `{command}`
-(resumes if stopped; on another Python version the standard library, and so the corpus, differs).
-
-| domain | corpus | tokens in it | share of windows | held-out loss (nats) | top-1 | held-out tokens |
-|---|---|---|---|---|---|---|
-{rows}
-
-Tokens seen: {tokens:,} in {minutes} minutes. Held out: the modules and topics listed in
-`train/data/python_corpus.py`, chosen by hand across subjects, and the last 400 questions of GSM8K's training
-set. Generated tables, code pages and test folders are in neither part.
-
-Licences: the weights are released under this project's Apache-2.0. Python's standard library and
-reference are under the PSF licence (version 2), GSM8K under MIT; neither text is included here.
-"""
-
-
-def save_model(
-    s: BuildTargetConfig, model: Any, tokenizer: PreTrainedTokenizerFast, facts: dict
-) -> Path:
-    """Writes weights in bfloat16, tokenizer, provenance.json and README.md to the assets folder, which it returns."""
-    out = Path(s.assets) / s.model
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n")
-    named = {
-        "code": "Python standard library",
-        "prose": "Python language reference",
-        "arithmetic": "GSM8K training set",
-    }
-    rows = "\n".join(
-        f"| {d} | {named[d]} | {facts['corpus']['tokens'][d]:,} | {DOMAIN_WEIGHTS[d]:.0%} | {v['loss']:.3f} | "
-        f"{v['accuracy']:.1%} | {v['tokens']:,} |"
-        for d, v in facts["held_out"].items()
-    )
-    config = model.config
-    (out / "README.md").write_text(
-        README.format(
-            model=s.model,
-            parameters=facts["parameters"],
-            layers=config.num_hidden_layers,
-            width=config.hidden_size,
-            window=s.window,
-            command=facts["command"],
-            rows=rows,
-            **facts["run"],
-        )
-    )
     return out
 
 
@@ -296,34 +283,35 @@ def main(s: BuildTargetConfig) -> None:
     work, out = Path(s.work), Path(s.assets) / s.model
     check_folder(work)
     check_folder(out)
-    seen, unseen = load_corpus(s.gsm8k)
+    seen, unseen = (load_corpus(s.gsm8k, held_out) for held_out in (False, True))
     with contextlib.ExitStack() as stack:
         for folder in (work, out):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock.hold(folder / lock.LOCK_FILE, folder))
         try:
-            build(s, work, seen, unseen)
+            build(s, work, out, seen, unseen)
         except (KeyboardInterrupt, Terminated) as error:
             error.add_note(f"checkpoints are kept in {work}, and the same command goes on")
             raise
 
 
 def build(
-    s: BuildTargetConfig, work: Path, seen: dict[str, list[str]], unseen: dict[str, list[str]]
+    s: BuildTargetConfig,
+    work: Path,
+    out: Path,
+    seen: dict[str, list[str]],
+    unseen: dict[str, list[str]],
 ) -> None:
     """Trains on `seen`, evaluates on `unseen` and saves the model, with the tokenizer in `work` if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(s.seed)
-    if s.model == "draft":
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(s.assets) / "target")
-    elif (work / "tokenizer").is_dir():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    else:
-        tokenizer = build_tokenizer(seen)
-        with replace_folder(work / "tokenizer") as folder:
-            tokenizer.save_pretrained(folder)
-    streams = {domain: encode(tokenizer, documents) for domain, documents in seen.items()}
-    held_out = {domain: encode(tokenizer, documents) for domain, documents in unseen.items()}
+    folder = Path(s.assets) / "target" if s.model == "draft" else work / "tokenizer"
+    if not folder.is_dir():
+        made = build_tokenizer(seen)
+        with replace_folder(folder) as new:
+            made.save_pretrained(new)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    streams, held_out = encode(tokenizer, seen), encode(tokenizer, unseen)
     print("corpus tokens", {d: f"{len(x):,}" for d, x in streams.items()})
     model = new_model(s.model, len(tokenizer), s.window).to(device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -331,7 +319,25 @@ def build(
     run = train(s, model, streams, device)
     model = model.to(torch.bfloat16).float().eval()  # evaluated with the weights that are stored
     scores = evaluate(model, held_out, s.window, device)
-    out = save_model(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
+    digest = hashlib.sha256(b"".join(streams[domain].tobytes() for domain in sorted(streams)))
+    facts = {
+        "model": s.model,
+        "parameters": parameters,
+        "command": f"{COMMAND} --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
+        "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
+        "corpus": {
+            "python": platform.python_version(),
+            "tokens": {domain: len(stream) for domain, stream in streams.items()},
+            "weights": DOMAIN_WEIGHTS,
+            "sha256_of_ids": digest.hexdigest(),
+        },
+        "run": run,
+        "held_out": scores,
+        "torch": torch.__version__,
+    }
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps({"out": str(out), **run, "held_out": scores}))
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,19 @@ def run_cells(
     """
     console = Console(stderr=True)
     found: dict[str, list[Any]] = {cell.name: [] for cell in cells}
-    if len(found) < len(cells):
-        names = [cell.name for cell in cells]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice} is to be measured twice: name each thing once")
+    for name in found if len(found) < len(cells) else ():
+        if sum(cell.name == name for cell in cells) > 1:
+            raise UserError(f"{name} is to be measured twice: name each thing once")
     for turn in range(turns):
         # Every other turn backwards: what the machine does over time hits first and last cells alike.
-        ordered = cells if turn % 2 == 0 else cells[::-1]
-        for number, cell in enumerate(ordered, start=1):
+        for number, cell in enumerate(cells if turn % 2 == 0 else cells[::-1], start=1):
             if cell.title:
                 console.print(f"{number} of {len(cells)}: {cell.title}", highlight=False)
             measure = partial(cell.measure, turn)
-            if journal is None:
-                found[cell.name].append(measure())
-            else:
-                found[cell.name].append(journal.get_or_measure([cell.name, turn], measure))
+            kept = (
+                measure() if journal is None else journal.get_or_measure([cell.name, turn], measure)
+            )
+            found[cell.name].append(kept)
     return found
 
 
@@ -81,9 +79,8 @@ def cells_beside(out: str, settings: Any) -> Iterator[Journal | None]:
     folder = Path(f"{out}.cells")
     run_dir.check_folder(folder)
     file = folder / run_dir.JOURNAL
-    kept = to_dict(settings) | {"out": ""}
-    machine, commit = to_json(provenance.hardware()), provenance.git_sha()
-    measured_by = {"settings": kept, **machine, "git": commit}
+    measured_by = {"settings": to_dict(settings) | {"out": ""}, "git": provenance.git_sha()}
+    measured_by |= to_json(provenance.hardware())
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock.hold(folder / lock.LOCK_FILE, folder):
@@ -114,12 +111,9 @@ def measure_apart(script: str, settings: Any, **changes: Any) -> Any:
     `changes` are settings that differ from `settings`. A process of its own has a peak of memory of its own.
     """
     s = replace(settings, one=True, out="", **changes)
-    plain = type(s)()
-    command = [sys.executable, script]
-    for name in (field.name for field in fields(s)):
-        value = getattr(s, name)
-        if value != getattr(plain, name):
-            command.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    own = {name: x for name, x in vars(s).items() if x != getattr(type(s)(), name)}
+    texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in own.items()}
+    command = [sys.executable, script, *(f"--{name}={text}" for name, text in texts.items())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -140,11 +134,6 @@ def finish(out: str, result: Mapping[str, object]) -> None:
     if out:
         files.write_atomically(Path(out), line + "\n")
     print(line)
-
-
-def middle(values: Sequence[float]) -> dict[str, float]:
-    """{median, least, most}."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -25,6 +25,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -49,16 +50,9 @@ from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
+from eval.reporting.formatting import format_number
 from scripts.lab import reference_trainers
-from scripts.lab.cells import (
-    BenchSettings,
-    Cell,
-    cells_beside,
-    finish,
-    measure_apart,
-    middle,
-    run_cells,
-)
+from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, measure_apart, run_cells
 from scripts.lab.reference_trainers import StepTimer
 from train import training
 from train.data import mixture
@@ -115,16 +109,6 @@ class CompareTrainersConfig(BenchSettings):
     """Run only the first trainer, in this process, and print its JSON (used internally)."""
 
 
-class StepTimerTracker(NullTracker):
-    """Reports each step of the loop, which logs after every one (log_every 1), to a StepTimer."""
-
-    def __init__(self, clock: StepTimer):
-        self.clock = clock
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.clock.step()
-
-
 def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> DistillConfig:
     """The settings of train/distill.py for a run of `arm` in `folder`."""
     steps = s.warm + s.steps
@@ -155,21 +139,23 @@ def run_our_trainer(settings: DistillConfig, s: CompareTrainersConfig) -> dict[s
     training.fill_feature_store(accelerator, parts, Console(stderr=True))
     pass_seconds = time.perf_counter() - begun
     ours = training.build_training(settings, accelerator, parts)
-    tokens_read: list[int] = []
+    clock = StepTimer(accelerator.device, s.warm, s.steps)
 
     def select_batch(step: int) -> Sequence[SampleRow]:
         rows = ours.select_batch(step)
-        tokens_read.append(sum(len(row["input_ids"]) for row in rows))
+        clock.tokens.append(sum(len(row["input_ids"]) for row in rows))
         return rows
 
-    clock = StepTimer(accelerator.device, s.warm, s.steps)
-    clock.start()
+    class StepTimerTracker(NullTracker):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            clock.step()  # log_every is 1
+
     train(
         replace(ours, select_batch=select_batch), settings.loop,
-        TrainingState(parts.target.fingerprint), Path(settings.out),
-        StepTimerTracker(clock), dict, progress_bars(disable=True),
+        TrainingState(parts.target.fingerprint), Path(settings.out), StepTimerTracker(), dict,
+        progress_bars(disable=True),
     )  # fmt: skip
-    found = clock.results(tokens_read)
+    found = clock.results()
     if settings.features:
         pass_tokens = sum(len(parts.rows[i]["input_ids"]) for i in range(len(parts.rows)))
         found["pass_tokens_per_second"] = pass_tokens / pass_seconds
@@ -205,48 +191,36 @@ def main(s: CompareTrainersConfig) -> None:
     if not all(arm.startswith("eagle3") for arm in s.arms):
         load_model(s.draft, "draft", "cpu", "float32")
     mixture.load(s.data, s.max_length)
-    console = Console(stderr=True)
-    arms: list[str] = list(s.arms)
-    if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
+    console, trl = Console(stderr=True), importlib.util.find_spec("trl") is not None
+    arms = [arm for arm in s.arms if trl or not arm.startswith("gkd")]
+    if len(arms) < len(s.arms):
         console.print("gkd is skipped: it needs `pip install trl`")
-        arms = [arm for arm in arms if not arm.startswith("gkd")]
 
     def measure(arm: str, _: int) -> object:
         # A process of its own has a peak of memory of its own.
         return measure_apart(__file__, s, arms=[arm])
 
     cells = [Cell(arm, partial(measure, arm)) for arm in arms]
-    with cells_beside(s.out, s) as kept:
-        runs_of = run_cells(cells, kept, s.rounds)
-        report(console, s, runs_of)
-
-
-def report(
-    console: Console, s: CompareTrainersConfig, runs_of: Mapping[str, list[dict[str, float]]]
-) -> None:
-    """Prints the table of {trainer: its runs} and writes the result."""
     table = Table(
         "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
     )  # fmt: skip
-    arms = {}
-    for name, each in runs_of.items():
-        columns = {key: middle([one[key] for one in each]) for key in each[0]}
-        median = {key: own["median"] for key, own in columns.items()}
-        speed = columns["tokens_per_second"]
-        arms[name] = {"median": median, "runs": each}
-        with_pass = median.get("with_pass_tokens_per_second")
-        table.add_row(
-            name, f"{speed['median']:,.0f}", f"{speed['least']:,.0f} to {speed['most']:,.0f}",
-            "–" if with_pass is None else f"{with_pass:,.0f}",
-            f"{median['seconds_per_step']:.3f}", f"{median['peak_bytes'] / 1e9:.2f}",
-            f"{median['peak_bytes_in_all'] / 1e9:.2f}",
-        )  # fmt: skip
-    console.print(table)
-    settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
-    made = to_json(provenance.collect())
-    trl = importlib.util.find_spec("trl") is not None
-    made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
-    finish(s.out, {"arms": arms, "settings": settings, **made})
+    with cells_beside(s.out, s) as kept:
+        trained = {}
+        for name, runs in run_cells(cells, kept, s.rounds).items():
+            median = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+            trained[name] = {"median": median, "runs": runs}
+            speeds = [one["tokens_per_second"] for one in runs]
+            table.add_row(
+                name, f"{median['tokens_per_second']:,.0f}", f"{min(speeds):,.0f} to {max(speeds):,.0f}",
+                format_number(median.get("with_pass_tokens_per_second"), 0),
+                f"{median['seconds_per_step']:.3f}", f"{median['peak_bytes'] / 1e9:.2f}",
+                f"{median['peak_bytes_in_all'] / 1e9:.2f}",
+            )  # fmt: skip
+        console.print(table)
+        settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
+        made = to_json(provenance.collect())
+        made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
+        finish(s.out, {"arms": trained, "settings": settings, **made})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import (  # fmt: skip
+from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,

@@ -180,8 +180,3 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
         return loss.detach()
 
     return step
-
-
-def training_ms(target: Target, rows: list[SampleRow]) -> float:
-    """Milliseconds of `training_step`."""
-    return fastest_ms(training_step(target, rows), 2, target.runner.device)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model.loading import load_model, load_tokenizer
+from eval.benchmark.timing import synchronize
 from train.data import mixture
 from train.data.batching import supervised_positions
 from train.data.sample_store import SampleRow
@@ -106,30 +107,29 @@ class StepTimer:
     warmup_steps: int
     steps: int
     end_times: list[float] = field(default_factory=list)
-    initial_bytes: int = 0
-    """Bytes in use when training started."""
+    tokens: list[int] = field(default_factory=list)
+    """What each step read."""
 
-    def start(self) -> None:
-        """Call before the first step."""
+    def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
         in_use = torch.cuda.memory_allocated if cuda else throughput.peak_memory_bytes
         self.initial_bytes = in_use(self.device)
 
     def step(self) -> None:
         """Call after each step; waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self.end_times.append(time.perf_counter())
 
-    def results(self, tokens: Sequence[int]) -> dict[str, float]:
-        """Throughput and peak memory of the timed steps; `tokens` has the tokens that each step read, from step 0."""
-        timed = range(self.warmup_steps, self.warmup_steps + self.steps)
-        seconds = self.end_times[timed[-1]] - self.end_times[self.warmup_steps - 1]
+    def results(self) -> dict[str, float]:
+        """Throughput and peak memory of the timed steps."""
+        first, last = self.warmup_steps, self.warmup_steps + self.steps
+        seconds = self.end_times[last - 1] - self.end_times[first - 1]
+        peak = throughput.peak_memory_bytes(self.device)
         return {
-            "tokens_per_second": sum(tokens[step] for step in timed) / seconds,
+            "tokens_per_second": sum(self.tokens[first:last]) / seconds,
             "seconds_per_step": seconds / self.steps,
-            "peak_bytes": throughput.peak_memory_bytes(self.device) - self.initial_bytes,
-            "peak_bytes_in_all": throughput.peak_memory_bytes(self.device),
+            "peak_bytes": peak - self.initial_bytes,
+            "peak_bytes_in_all": peak,
         }
 
 
@@ -154,61 +154,54 @@ def train_reference(s: Any, kind: str, net: Eagle3Model | None = None) -> dict[s
         else PlainEagle3(net, teacher, s.eagle_steps)
     )
     clock = StepTimer(device, s.warm, s.steps)
-    tokens_read: list[int] = []
 
     class StepTimerCallback(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.step()
 
-    def collate(items: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        return pad_rows([order[item["number"]] for item in items])
+    gkd = kind.startswith("gkd")
+    base: Any = Trainer
+    kind_of_arguments: Any = TrainingArguments
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": s.batch_size, "max_steps": s.warm + s.steps, "learning_rate": 1e-5,
+        "optim": "adamw_torch", "max_grad_norm": 1.0, "bf16": device.type == "cuda",
+        "use_cpu": device.type == "cpu", "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
+        "remove_unused_columns": False, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    more: dict[str, Any] = {}
+    if gkd:
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        base, kind_of_arguments = GKDTrainer, GKDConfig
+        settings |= {
+            "lmbda": 1.0 if kind == "gkd-on-policy" else 0.0, "beta": 0.0, "temperature": 1.0,
+            "max_new_tokens": s.max_new_tokens, "max_length": s.max_length,
+            "gradient_checkpointing": False,  # on by default, to save memory for time
+        }  # fmt: skip
+        tokenizer = load_tokenizer(s.target)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        more = {"teacher_model": teacher, "processing_class": tokenizer}
+
+    class OrderedTrainer(base):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            clock.tokens.append(int(inputs["attention_mask"].sum()))
+            if gkd:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return kl_loss(model, teacher, inputs) if net is None else plain_loss(model, inputs)
 
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
-        common: dict[str, Any] = {
-            "output_dir": folder, "per_device_train_batch_size": s.batch_size,
-            "max_steps": s.warm + s.steps, "learning_rate": 1e-5, "optim": "adamw_torch",
-            "max_grad_norm": 1.0, "bf16": device.type == "cuda", "use_cpu": device.type == "cpu",
-            "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
-            "remove_unused_columns": False, "disable_tqdm": True, "seed": 0,
-        }  # fmt: skip
-        if not kind.startswith("gkd"):
-            base: Any = Trainer
-            arguments: Any = TrainingArguments(**common)
-            more: dict[str, Any] = {}
-        else:
-            from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-            base = GKDTrainer
-            arguments = GKDConfig(
-                **common, lmbda=1.0 if kind == "gkd-on-policy" else 0.0, beta=0.0, temperature=1.0,
-                max_new_tokens=s.max_new_tokens, max_length=s.max_length,
-                gradient_checkpointing=False,  # on by default, to save memory for time
-            )  # fmt: skip
-            tokenizer = load_tokenizer(s.target)
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
-            more = {"teacher_model": teacher, "processing_class": tokenizer}
-
-        class OrderedTrainer(base):
-            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-                return SequentialSampler(self.train_dataset)
-
-            def compute_loss(
-                self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
-            ) -> Any:
-                tokens_read.append(int(inputs["attention_mask"].sum()))
-                if kind.startswith("gkd"):
-                    return super().compute_loss(model, inputs, *args, **kwargs)
-                return kl_loss(model, teacher, inputs) if net is None else plain_loss(model, inputs)
-
         trainer = OrderedTrainer(
-            model=student, args=arguments, data_collator=collate,
+            model=student, args=kind_of_arguments(output_dir=folder, **settings),
+            data_collator=lambda items: pad_rows([order[item["number"]] for item in items]),
             train_dataset=Dataset.from_dict({"number": list(range(len(order)))}),
             callbacks=[StepTimerCallback()], **more,
         )  # fmt: skip
-        clock.start()
         trainer.train()
-    return clock.results(tokens_read)
+    return clock.results()
 
 
 def kl_loss(model: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:

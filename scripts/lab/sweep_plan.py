@@ -101,7 +101,9 @@ def plan_trials(s: SweepConfig) -> list[Trial]:
             raise UserError("overwrite is true, and no trial could go on: leave it out")
         kept = {name: parsed[name] for name in parsed if name not in ("out", *CONTROL_SETTINGS)}
         resolved = json.dumps([s.command, kept], sort_keys=True, default=str)
-        name = f"{label(settings)}-{hashlib.sha256(resolved.encode()).hexdigest()[:8]}"
+        values = (f"{x.split('.')[-1]}={to_text(value)}" for x, value in settings.items())
+        label = re.sub(r"[^\w.,=+-]+", "_", ",".join(values))[:LONGEST_LABEL]
+        name = f"{label}-{hashlib.sha256(resolved.encode()).hexdigest()[:8]}"
         folder = Path(s.out) / "trials" / name
         out = folder / out_name
         trials.setdefault(name[-8:], Trial(name, settings, [*words, f"--out={out}"], folder, out))
@@ -113,9 +115,10 @@ def check_swept_settings(s: SweepConfig) -> None:
     if not s.grid and not s.random:
         raise UserError("nothing is swept: give --grid '{loop.lr: [0.001, 0.0003]}' or --random")
     for name, values in (s.grid | s.random).items():
-        if name == "out" or (name in s.grid and name in s.random):
-            reason = "the sweep sets it" if name == "out" else "it is in grid and in random"
-            raise UserError(f"{name} cannot be swept: {reason}")
+        if name == "out":
+            raise UserError("out cannot be swept: the sweep sets it")
+        if name in s.grid and name in s.random:
+            raise UserError(f"{name} cannot be swept: it is in grid and in random")
         if isinstance(values, DrawnRange) and not (
             values.low < values.high and (values.scale == "linear" or values.low > 0)
         ):
@@ -130,10 +133,10 @@ def check_swept_settings(s: SweepConfig) -> None:
 def settings_of(command: str) -> type:
     """The settings class of a command of this repository. UserError if it is none."""
     file = (ROOT / command).resolve()
-    if file.suffix != ".py" or not file.is_file() or not file.is_relative_to(ROOT):
-        raise UserError(f"command {command} is no command of this project: name train/distill.py")
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    main = vars(importlib.import_module(".".join(parts))).get("main")
+    main = None
+    if file.suffix == ".py" and file.is_file() and file.is_relative_to(ROOT):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        main = vars(importlib.import_module(".".join(parts))).get("main")
     parameters = list(inspect.signature(main).parameters.values()) if main else []
     if len(parameters) != 1:
         raise UserError(f"command {command} is no command of this project: name train/distill.py")
@@ -172,11 +175,4 @@ def draw(values: DrawnRange | list[Any], generator: random.Random) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """The value as an argument of a command line."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def label(settings: dict[str, Any]) -> str:
-    """The settings as the readable part of a folder's name."""
-    text = ",".join(f"{name.split('.')[-1]}={to_text(value)}" for name, value in settings.items())
-    return re.sub(r"[^\w.,=+-]+", "_", text)[:LONGEST_LABEL]

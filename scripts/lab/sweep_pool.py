@@ -148,7 +148,6 @@ class TrialPool:
         self.say(f"{trial.name} {f'failed: {error}' if error else f'done, {duration(seconds)}'}")
 
     def say(self, line: str) -> None:
-        """Prints one line on stderr, beside the bars."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

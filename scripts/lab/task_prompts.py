@@ -12,7 +12,7 @@ import ast
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,27 +124,24 @@ def read_questions(source: str) -> list[str]:
 
 
 def function_stubs() -> list[str]:
-    """Functions of the standard library without their bodies, each once: HumanEval asks for such bodies."""
-    stubs = {
-        stub for source in python_corpus.read_modules(False).values() for stub in _stubs(source)
-    }
+    """Functions of the standard library without their bodies, each once: HumanEval asks for such bodies.
+
+    They are documented in 60 to 700 characters and have at most 40 lines.
+    """
+    stubs = set()
+    for source in python_corpus.read_modules(False).values():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
+                continue
+            text, length = ast.get_docstring(node) or "", (node.end_lineno or 0) - node.lineno
+            if not 60 <= len(text) <= 700 or '"""' in text or length > 40:
+                continue
+            for group in (node.args.posonlyargs, node.args.args):
+                group[:] = [a for a in group if a.arg not in ("self", "cls")]
+            quoted = f'"""{text}' + ('\n"""' if "\n" in text else '"""')
+            body = "\n".join(f"    {line}" if line else "" for line in quoted.splitlines())
+            stubs.add(f"def {node.name}({ast.unparse(node.args)}):\n{body}\n")
     return sorted(stubs)
-
-
-def _stubs(source: str) -> Iterator[str]:
-    """The functions of a module that are documented in 60 to 700 characters and have at most 40 lines."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
-            continue
-        text = ast.get_docstring(node) or ""
-        assert node.end_lineno is not None
-        if not 60 <= len(text) <= 700 or '"""' in text or node.end_lineno - node.lineno > 40:
-            continue
-        for group in (node.args.posonlyargs, node.args.args):
-            group[:] = [a for a in group if a.arg not in ("self", "cls")]
-        lines = [f'"""{text}', '"""'] if "\n" in text else [f'"""{text}"""']
-        body = "\n".join(f"    {line}" if line else "" for line in "\n".join(lines).splitlines())
-        yield f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"
 
 
 def read_answers(folder: Path) -> list[str]:
@@ -171,11 +168,6 @@ def ask_articles(count: int, rng: random.Random) -> list[str]:
     return [rng.choice(ARTICLES).format(event=event, place=place) for event, place in chosen]
 
 
-def write_prompts(path: Path, prompts: Sequence[str]) -> None:
-    chats = ({"messages": [{"role": "user", "content": prompt}]} for prompt in prompts)
-    write_atomically(path, "".join(json.dumps(chat) + "\n" for chat in chats))
-
-
 def main(s: TaskPromptsConfig) -> None:
     rng = random.Random(s.seed)
     files: dict[str, list[str]]
@@ -190,7 +182,8 @@ def main(s: TaskPromptsConfig) -> None:
         }
     with open_run(s, COMMAND, OWNED_FILES, [s.math, s.articles]) as run:
         for name, prompts in files.items():
-            write_prompts(run.path / name, prompts)
+            chats = ({"messages": [{"role": "user", "content": prompt}]} for prompt in prompts)
+            write_atomically(run.path / name, "".join(json.dumps(chat) + "\n" for chat in chats))
     print(json.dumps({name: len(prompts) for name, prompts in files.items()}))
 
 

@@ -283,14 +283,6 @@ def test_predictions_stand_beside_what_was_measured(
     assert "No predicted speed-up: ngram, causal-base (no step was timed)." in text
 
 
-def test_pages_hold_tables_and_plots(evaluated: tuple[Path, Done]) -> None:
-    """Bug: the pages are written from other fields than the command gives them."""
-    page = (evaluated[0] / "report.html").read_text()
-    assert page.count("<svg") >= 3
-    for text in (page, (evaluated[0] / "report.md").read_text()):
-        assert all(name in text for name in ("plain", "ngram", "causal-base", "long", "short"))
-
-
 @pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch(evaluated: tuple[Path, Done], tmp_path: Path) -> None:
     """Bug: with another batch size a prompt meets other random numbers, or another row's."""
@@ -347,13 +339,7 @@ def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_pa
 @pytest.mark.parametrize(
     "said",
     [
-        {
-            "repetition_penalty": 1.05,
-            "temperature": 0.7,
-            "top_p": 0.8,
-            "top_k": 20,
-            "do_sample": True,
-        },
+        {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "do_sample": True},
         {"repetition_penalty": 9.0, "stop_strings": ["a", " "], "num_beams": 3},
     ],
 )
@@ -403,11 +389,8 @@ def test_every_answer_ends_once(evaluated: tuple[Path, Done], report: dict[str, 
 def test_tokens_after_eos_are_counted() -> None:
     """The test above is blind if this one is not."""
     assert count_tokens_after_eos([5, 1, 5, 1], frozenset([1])) == 2
-    assert (
-        count_tokens_after_eos([5, 5, 1], frozenset([1]))
-        == count_tokens_after_eos([5], frozenset([1]))
-        == 0
-    )
+    for ids in ([5, 5, 1], [5]):
+        assert count_tokens_after_eos(ids, frozenset([1])) == 0
 
 
 @pytest.mark.slow

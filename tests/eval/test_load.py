@@ -12,9 +12,9 @@ from eval.load import (
     Level,
     LoadConfig,
     ServedModel,
-    check_settings,
     compare,
     level_requests,
+    main,
 )
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn, serving
@@ -107,7 +107,7 @@ def test_servers_are_started_for_their_turns(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compared_is_refused(servers: list[ServedModel], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_settings(LoadConfig(target="t", servers=servers))
+        main(LoadConfig(target="t", servers=servers))
 
 
 @pytest.mark.parametrize(

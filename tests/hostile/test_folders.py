@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from decode.common import lock
 from tests.hostile.case import Case, check, difference, params, snapshot
 from tests.hostile.files import copy, folder, link, remove, write
-from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
+from tests.hostile.lab import EARLIER_RUNS, Lab
 
 THESIS = write("out/thesis.tex", "\\documentclass{article}", "a thesis")
 DEEPER = write("out/notes/day1.txt", "x", "notes")
@@ -36,8 +35,6 @@ FOREIGN = [
     *(Case(command, "--overwrite false", "out", (remove("out"), THESIS)) for command in RUNS),
     *(Case(command, "", "out", (remove("out/run.yaml"),)) for command in RUNS),
     *(Case(command, "--overwrite false --seed 5", ("seed", "--overwrite"), ()) for command in RUNS),
-    *(Case(command, "", "out", (write("out/run.yaml", "- no settings\n", "run.yaml a list"),)) for command in RUNS),
-    *(Case(command, "", "out", (write("out/run.yaml", b"\xff\xfe", "run.yaml no text"),)) for command in RUNS),
     *(Case(command, "--out $tmp/one --overwrite true", "one", (folder("one"), write("one/thesis.tex", "x"))) for command in RUNS),
     *(Case(command, "--out $tmp/..", "out") for command in RUNS),
     *(Case(command, "--out /", "/") for command in RUNS),
@@ -95,18 +92,3 @@ def test_what_is_not_the_runs_own_is_kept(case: Case, lab: Lab, tmp_path: Path) 
     check(case, lab, inner)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["inner", "outside"]
     assert difference(before, snapshot(lab.folder)) == []
-
-
-@pytest.mark.parametrize("command", RUNS)
-def test_a_folder_in_use_is_refused(command: str, lab: Lab, tmp_path: Path) -> None:
-    """Catches two runs that write into one folder; the message says who holds it."""
-    steps = (remove("out"), copy(EARLIER_RUNS[command], "out"))
-    for step in (folder("out"), *steps):
-        step(lab, tmp_path)
-    with lock.hold(tmp_path / "out" / lock.LOCK_FILE, tmp_path / "out"):
-        before = snapshot(tmp_path)
-        words = lab.words(f"{BASE[command]} --overwrite true", tmp_path)
-        done = call(command, words, tmp_path)
-        assert "another run is using" in done.error()
-        assert "pid" in done.error()
-        assert difference(before, snapshot(tmp_path)) == []

@@ -42,6 +42,8 @@ NAMES = [
     ("eval/tune.py", "--methods '[{name: telepathy}]'", "telepathy"),
     ("eval/tune.py", "--tasks '[{name: nonsense}]'", ("nonsense", "path")),
     ("train/sample.py", "--origin dreams", "origin"),
+    ("train/sample.py", "--mode captured", "needs a CUDA device"),
+    ("train/sample.py", "--mode compiled --origin text", "--mode"),
     ("train/sample.py", "--turns some", "turns"),
     ("train/sample.py", "--turns all --sources '[{kind: file, path: $lab/prompts.jsonl}]' --draft telepathy", "telepathy"),
     ("train/sample.py", "--draft telepathy", "telepathy"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.compare_samples import AnswerSet, compare, select
+from scripts.compare_samples import AnswerSet, compare
 
 N = 400
 
@@ -15,12 +15,12 @@ def drawn(
     rng = np.random.default_rng(seed)
     lengths = rng.geometric(stop, N).clip(1, longest)
     weights = np.arange(1, 21.0) ** -skew
-    tokens = []
+    tokens = {}
     for i, length in enumerate(lengths):
         law = np.roll(weights, i % 3)
-        tokens.append(rng.choice(20, length, p=law / law.sum()))
-    ended = ((lengths < longest) & (rng.random(N) >= cut)).astype(float)
-    return AnswerSet([str(i) for i in range(N)], lengths, ended, tokens)
+        tokens[str(i)] = rng.choice(20, length, p=law / law.sum())
+    ended = (lengths < longest) & (rng.random(N) >= cut)
+    return AnswerSet(tokens, {str(i): float(x) for i, x in enumerate(ended)})
 
 
 def test_equal_laws_give_uniform_p_values() -> None:
@@ -44,7 +44,10 @@ def test_another_law_is_found(name: str, other: dict[str, float]) -> None:
 
 def test_prompts_of_both_sets_are_compared() -> None:
     """Catches answers that are compared with those to other prompts."""
-    kept = select(drawn(3), {"7", "30"})
-    assert kept.ids == ["7", "30"]
-    assert kept.lengths.tolist() == drawn(3).lengths[[7, 30]].tolist()
-    assert [len(x) for x in kept.tokens] == kept.lengths.tolist()
+    own, other = drawn(3), drawn(4)
+    few = AnswerSet({key: own.tokens[key] for key in ("7", "30")}, own.ended)
+    found = compare(few, other, 9, 0)
+    assert found["prompts"] == 2
+    means = [np.mean([len(x.tokens[key]) for key in ("7", "30")]) for x in (own, other)]
+    assert found["mean_length"] == means
+    assert compare(few, own, 9, 0)["tokens"] == {"distance": 0, "p_value": 1}

@@ -40,6 +40,9 @@ def test_layers_are_the_models_own() -> None:
     assert counted == sum(p.numel() for p in model.parameters()) - norms - embedding * (not tied)
     with pytest.raises(UserError, match="linear"):
         floor_work.linear_layers(nn.LayerNorm(3))
+    body = floor_work.body_layers(model)  # a pass of features does not multiply by the vocabulary
+    assert model.get_output_embeddings() not in body
+    assert len(body) == len(floor_work.linear_layers(model)) - 1
 
 
 def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
@@ -65,11 +68,8 @@ def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[
         assert min(x["roofline"], x["product"], x["engine"], x["first_request_s"]) > 0
         assert x["of_product"] == pytest.approx(x["product"] / x["engine"])
     work = {x["work"]: x for x in facts["batches"]}
-    assert {name: x["tokens"] for name, x in work.items()} == {
-        "sampling": 3,
-        "features": 48,
-        "training": 48,
-    }
+    sizes = {"sampling": 3, "features": 48, "training": 48}
+    assert {name: x["tokens"] for name, x in work.items()} == sizes
     for x in work.values():
         assert x["of_floor"] == pytest.approx(x["floor"] / x["took"])
     assert 0 < work["sampling"]["vocabulary"] < work["sampling"]["took"]
@@ -84,11 +84,3 @@ def test_the_floor_of_training_counts_the_head_and_the_live_target() -> None:
     one, two = (floor_work.training_flops(target, rows[:n]) for n in (1, 2))
     assert two == pytest.approx(2 * one)
     assert one > 2 * 24 * body
-
-
-def test_layers_of_features_are_without_the_lm_head() -> None:
-    """Catches a floor of features that multiplies by the vocabulary, which the pass does not."""
-    model = tiny_model("llama")
-    body = floor_work.body_layers(model)
-    assert model.get_output_embeddings() not in body
-    assert len(body) == len(floor_work.linear_layers(model)) - 1

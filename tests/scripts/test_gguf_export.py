@@ -136,15 +136,6 @@ def test_rows_in_transformers_order_are_seen(
     assert not torch.allclose(logits(wrong.runner.model), logits(load_target(path, "cpu").runner.model))  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "number"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])  # fmt: skip
-def test_matrices_are_rounded_once(dtype: Any, number: torch.dtype, tmp_path: Path) -> None:
-    """Catches a type that is written and not said, or norms that lose bits."""
-    path = save(tmp_path / "model")
-    got = read_back(path, tmp_path / "model.gguf", dtype=dtype).runner.model.state_dict()
-    for name, value in load_model(path, "target", "cpu", "float32").state_dict().items():
-        assert torch.equal(got[name], value.to(number).float() if value.ndim > 1 else value), name
-
-
 @pytest.mark.parametrize("rows", [4090, 4104])
 def test_a_draft_gets_the_targets_rows(rows: int, tmp_path: Path) -> None:
     """Catches a draft whose logits llama.cpp would take for other tokens, or refuse for their number."""

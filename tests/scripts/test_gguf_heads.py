@@ -352,8 +352,8 @@ FITTED: dict[str, FamilySettings] = {
     "eagle3": Eagle3Settings(steps=3, vocab=400),
     "eagle3, norms": Eagle3Settings(steps=3, vocab=0, norms=["norm_before_residual", "norm_before_fc"]),
     "eagle3, narrow": Eagle3Settings(steps=3, vocab=400, width=128, taps=[1, 5, 10]),
-    "dflash": DFlashSettings(block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
-    "dspark": DSparkSettings(block=4, vocab=400, anchors=1.0, markov_rank=32),
+    "dflash": DFlashSettings(depth=2, block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
+    "dspark": DSparkSettings(depth=2, block=4, vocab=400, anchors=1.0, taps=[2, 6, 9], markov_rank=32),
 }  # fmt: skip
 """Drafts of at least 3 tokens in a round."""
 STEPS = {"eagle3": 12, "dflash": 28, "dspark": 26}
@@ -486,13 +486,13 @@ def test_a_wrong_file_is_found(
     heads, change = WRONG[name]
     right = gguf_heads.head_content
 
-    def wrong(draft: str, target: str) -> gguf_heads.HeadContent:
-        found = right(draft, target)
-        keys = {**found.keys, "mask_token": found.mask_token}
-        tensors = {key: np.array(value) for key, value in found.tensors.items()}
-        change(keys, tensors)
-        mask_token = keys.pop("mask_token")
-        return gguf_heads.HeadContent(found.architecture, found.config, keys, tensors, mask_token)
+    def wrong(draft: str, target: str) -> Any:
+        family, net, keys, tensors = right(draft, target)
+        changed = {**keys, "mask_token": vars(net).get("mask_token")}
+        tensors = {key: np.array(value) for key, value in tensors.items()}
+        change(changed, tensors)
+        net.mask_token = changed.pop("mask_token")
+        return family, net, changed, tensors
 
     monkeypatch.setattr(gguf_heads, "head_content", wrong)
     code, result = compared(fitted(heads), capsys)

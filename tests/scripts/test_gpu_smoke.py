@@ -74,10 +74,8 @@ def test_a_graph_that_replays_something_else_is_a_problem(
     monkeypatch.setattr(RecordedRunner, "__call__", lambda self: self.out.clone())
     code, found = run(tmp_path)
     assert code == 1
-    assert {problem.split(":")[0] for problem in found["problems"]} == {
-        "plain, captured",
-        "causal, captured",
-    }
+    named = {problem.split(":")[0] for problem in found["problems"]}
+    assert named == {"plain, captured", "causal, captured"}
 
 
 def test_every_failure_is_listed_and_the_rest_goes_on(

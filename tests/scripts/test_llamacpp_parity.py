@@ -218,13 +218,6 @@ def test_rounds_are_cut_as_the_server_runs_them(
     assert served_rounds(ours, tokens, limit) == served
 
 
-def test_an_end_that_the_draft_proposed_is_the_targets() -> None:
-    """Catches the count of llama.cpp taken for ours: three accepted drafts, of which the second ends the text."""
-    assert served_rounds([(4, 3)], tokens=3, limit=20) == [(4, 1)]
-    assert served_rounds([(4, 4)], tokens=5, limit=20) == [(4, 4)]  # the last draft of the chain
-    assert served_rounds([(4, 3)], tokens=5, limit=5) == [(3, 3)]  # the limit, not an end
-
-
 SERVER = os.environ.get("LLAMA_SERVER", "")
 
 

@@ -54,11 +54,8 @@ def test_a_grid_is_ranked_and_averaged_over_seeds(tmp_path: Path) -> None:
     assert (out / "sweep.svg").is_file()
     # The seed adds the same to every trial: paired, it leaves no spread at all.
     assert rows[0]["to_best"] is None
-    assert rows[1]["to_best"] == {
-        "mean": pytest.approx(-0.04),
-        "ci": [pytest.approx(-0.04)] * 2,
-        "seeds": 2,
-    }
+    near = pytest.approx(-0.04)
+    assert rows[1]["to_best"] == {"mean": near, "ci": [near] * 2, "seeds": 2}
     assert "| 0.9 | -0.3600 [-0.3600, -0.3600] | 2 |" in text
     done = sweep(out, grid="{lr: [0.3, 0.1, 0.9, 0.5], seed: [0, 2]}", goal="min")
     assert done.code == 0, done.err
@@ -120,14 +117,8 @@ def test_a_failing_trial_is_retried_and_named(tmp_path: Path) -> None:
     assert facts["rows"][-1]["metric"] is None
     assert "## Failed" in (out / "sweep.md").read_text()
     assert sweep(out, **more).code == 0  # the fourth start succeeds
-    assert sorted(len(lines) for lines in lines_of(out, "starts.txt").values()) == [
-        1,
-        1,
-        2,
-        2,
-        4,
-        4,
-    ]
+    starts = lines_of(out, "starts.txt")
+    assert sorted(len(lines) for lines in starts.values()) == [1, 1, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -136,9 +127,8 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, sent: signal.Signals) -> None:
     out = tmp_path / "out"
     more = words(out, grid="{lr: [0.1, 0.2, 0.3, 0.4], steps: [10], seconds: [0.15]}", workers=2)
     with worlds.started("scripts/sweep.py", *more) as process:
-        while (
-            len(list(out.glob("trials/*/record.json"))) < 2 or len(lines_of(out, "steps.txt")) < 4
-        ):
+        done = lambda: len(list(out.glob("trials/*/record.json")))  # noqa: E731
+        while done() < 2 or len(lines_of(out, "steps.txt")) < 4:
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             time.sleep(0.02)
         process.send_signal(sent)
@@ -149,10 +139,10 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path, sent: signal.Signals) -> None:
             assert f"finished trials are kept in {out}" in err.splitlines()[-1]
             assert list(out.rglob(".lock")) == []
         before = lines_of(out, "starts.txt")
-        assert len(list(out.glob("trials/*/record.json"))) < 4
-        done = worlds.call("scripts/sweep.py", *more)
-    assert done.code == 0, done.err
-    assert "tried again" not in done.err
+        assert done() < 4
+        again = worlds.call("scripts/sweep.py", *more)
+    assert again.code == 0, again.err
+    assert "tried again" not in again.err
     assert all(len(steps) == 10 for steps in lines_of(out, "steps.txt").values())
     starts = lines_of(out, "starts.txt")
     finished = [name for name in starts if len(starts[name]) == 1]
@@ -263,16 +253,12 @@ def test_a_command_with_one_output_file_gets_one(tmp_path: Path) -> None:
 
 
 def test_the_telling_line_of_an_error() -> None:
-    launched = (
-        "x\nerror: no data: sample first\nTraceback …\nsubprocess.CalledProcessError: Command …"
-    )
+    launched = "x\nerror: no data: sample first\nTraceback …\nsubprocess.CalledProcessError: C …"
     assert last_error(launched, 1) == "no data: sample first (exit code 1)"
     assert last_error("Traceback\n  x = 1\nValueError: odd\n", 1) == "ValueError: odd (exit code 1)"
     assert last_error("", -9) == "no message (exit code -9)"
-    assert split_launch("A=1 B='2 3' accelerate launch") == (
-        {"A": "1", "B": "2 3"},
-        ["accelerate", "launch"],
-    )
+    words = ["accelerate", "launch"]
+    assert split_launch("A=1 B='2 3' accelerate launch") == ({"A": "1", "B": "2 3"}, words)
     assert (is_number("1e-3"), is_number(True), is_number("x")) == (True, False, False)
 
 

@@ -17,9 +17,8 @@ from tests.rows import file_sources, save_byte_target, write_rows
 from tests.train.doctor_checks.sets import examine, graves
 from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
-from train.data.conversations import conversation_with_replies
+from train.data.conversations import conversation_with_replies, make_prompt
 from train.data.manifest import RowTemplate, read_manifest
-from train.data.prompts import make_prompt
 from train.data.template_probe import probe
 from train.doctor_checks import examination
 from train.settings.training import AcceptanceEvalConfig

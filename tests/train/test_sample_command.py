@@ -290,32 +290,21 @@ def test_a_complete_set_is_left_as_it_is(small: Callable, tmp_path: Path) -> Non
     assert contents(tmp_path / "out" / "shards") == before
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
-def test_exactly_the_lost_prompts_are_sampled_again(
-    small: Callable, tmp_path: Path, damage: str
-) -> None:
+def test_exactly_the_lost_prompts_are_sampled_again(small: Callable, tmp_path: Path) -> None:
     """Bug: lost prompts stay lost, the command stops at a damaged shard, or answers intact prompts again."""
     out = tmp_path / "out"
     assert small().code == 0
     whole, first, second = rows_of(out), *shard_files(out)
     others = {name: x for name, x in contents(out / "shards").items() if name != first.name}
-    if damage == "missing":
-        first.unlink()
-    elif damage == "truncated":
-        first.write_bytes(first.read_bytes()[:-40])
-    elif damage == "flipped":
-        worlds.flip_byte(first, 300)
-    else:
-        row = next(iter(sample_store.read_shards(out)))
-        sample_store.write_shard(out, [{**row, "id": "other#0"}], "other")
-    with pytest.raises(UserError, match=("other" if damage == "foreign" else first.name)):
+    worlds.flip_byte(first, 300)
+    with pytest.raises(UserError, match=first.name):
         load_set(out)
     done = small()
     assert done.code == 0, done.err
-    lost = 0 if damage == "foreign" else len(whole) - len(pq.read_table(second))
+    lost = len(whole) - len(pq.read_table(second))
     assert f"8 prompts (0 dropped as evaluation prompts), {lost} to answer" in done.err
     [said] = [line for line in done.err.splitlines() if line.startswith("warning: shard ")]
-    assert ("other" if damage == "foreign" else first.name) in said
+    assert first.name in said
     assert others.items() <= contents(out / "shards").items()
     assert rows_of(out) == whole
     assert len(load_set(out)[1]) == 8
@@ -344,54 +333,3 @@ def test_another_run_s_folder_is_refused_until_told(
     assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:8]))
     assert not kept.items() & contents(tmp_path / "out").items()
     assert read_manifest(tmp_path / "out").seed == 1
-
-
-@pytest.mark.parametrize("told", ["overwrite", "resume"])
-def test_a_folder_that_no_run_made_is_never_touched(
-    small: Callable, tmp_path: Path, told: str
-) -> None:
-    """Bug: `--out ~ --overwrite true` deletes somebody's files."""
-    (tmp_path / "out" / "deep").mkdir(parents=True)
-    (tmp_path / "out" / "deep" / "thesis.txt").write_text("years of work")
-    assert str(tmp_path / "out") in small(f"--{told}", "true").error()
-    assert contents(tmp_path / "out").keys() == {"deep/thesis.txt"}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (["--max_new_tokns", 3], "did you mean 'max_new_tokens'"),
-        (["--max_new_tokens", "many"], "max_new_tokens"),
-        (["--sampling.temperature", -1], "temperature"),
-        (["--config", "missing.yaml"], "missing.yaml"),
-        (["--target", "missing/target/model"], "missing/target/model"),
-        (["--sources", sources(Path("missing.jsonl"))], "missing.jsonl"),
-        (["--mode", "captured"], "needs a CUDA device"),
-        (["--mode", "compiled", "--origin", "text"], "--mode"),
-    ],
-)
-def test_bad_input_is_one_line_and_makes_no_folder(
-    small: Callable, tmp_path: Path, wrong: list, named: str
-) -> None:
-    """Bug: a typo is ignored, ends in a traceback, or leaves a claimed folder behind."""
-    assert named in small(*wrong).error()
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("texts", "named"), [([TOO_LONG, "z" * 900], "no prompt fits the context"), ([], "no prompts")]
-)
-def test_nothing_to_answer_is_said(
-    small: Callable, tmp_path: Path, texts: list[str], named: str
-) -> None:
-    """Bug: an empty sampled set is written and training fails much later."""
-    path = worlds.write_prompts(tmp_path / "none.jsonl", texts)
-    assert named in small("--sources", sources(path)).error()
-    assert not (tmp_path / "out").exists()
-
-
-def test_out_that_is_a_file_is_refused(small: Callable, tmp_path: Path) -> None:
-    """Bug: `--out samples.parquet` ends in a traceback."""
-    (tmp_path / "out").write_text("a file")
-    assert str(tmp_path / "out") in small().error()
-    assert (tmp_path / "out").read_text() == "a file"

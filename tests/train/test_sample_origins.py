@@ -264,23 +264,3 @@ def test_everything_dropped_is_counted(world: World, tmp_path: Path, origin: str
     assert (len(kept), dropped) == (counts["answered"], counts["answers_too_short"])
     assert sample(world, out, *command).code == 0  # none of them is asked again
     assert read_manifest(out).counts == counts
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (["--decontaminate", "missing.jsonl"], "missing.jsonl"),
-        (["--decontaminate", "[missing.jsonl]"], "missing.jsonl"),
-        (["--filters.min_prompt", 1000], "none is left"),
-        (["--filters.near_duplicates", 0.1], "near_duplicates"),
-        (
-            ["--origin", "text", "--window", 1, "--sources", "[{kind: stdlib, limit: 1}]"],
-            "window is 1",
-        ),
-        (["--origin", "draft"], "origin"),
-    ],
-)
-def test_bad_input_is_one_line(world: World, tmp_path: Path, wrong: list, named: str) -> None:
-    """Bug: a setting that leaves nothing writes an empty set, or ends in a traceback."""
-    assert named in sample(world, tmp_path / "out", *wrong).error()
-    assert not (tmp_path / "out").exists()

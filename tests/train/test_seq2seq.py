@@ -17,9 +17,8 @@ from tests import worlds
 from tests.seq2seq import START, Seq2SeqWorld, build, generated, t5_target, tiny_t5
 from tests.tiny import noisy, tiny_prompts
 from train.data import batching
-from train.data.conversations import encoder_pair
+from train.data.conversations import Prompt, encoder_pair
 from train.data.manifest import load_set
-from train.data.prompts import Prompt
 from train.data.sample_store import SampleRow
 from train.families.causal import CausalTrainer
 from train.losses.divergences import forward_kl

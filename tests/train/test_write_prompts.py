@@ -16,8 +16,9 @@ from decode.engine.engine import speculate
 from decode.engine.records import RoundRecord
 from decode.verification.sampling import SamplingParams
 from tests.tiny import tiny_model
-from train import write_prompts
-from train.write_prompts import LOG_FILE, PROMPT_FILE, WritePromptsConfig, user_turn
+from train import prompt_writing
+from train.prompt_writing import LOG_FILE, PROMPT_FILE, user_turn
+from train.sampling.config import WritePromptsConfig
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets" / "target"
 CHAT = (
@@ -76,7 +77,7 @@ def test_prompts_are_whole_and_different_and_the_same_after_a_kill(
         settings(target, tmp_path / "straight"),
         settings(target, tmp_path / "killed"),
     )
-    write_prompts.main(straight)
+    prompt_writing.write(straight)
     wanted = (tmp_path / "straight" / PROMPT_FILE).read_text()
     log = [json.loads(line) for line in (tmp_path / "straight" / LOG_FILE).read_text().splitlines()]
     assert sorted(entry["number"] for entry in log) == list(range(12))
@@ -92,38 +93,38 @@ def test_prompts_are_whole_and_different_and_the_same_after_a_kill(
                 raise RuntimeError("killed")
             yield record
 
-    monkeypatch.setattr(write_prompts, "speculate", dies)
+    monkeypatch.setattr(prompt_writing, "speculate", dies)
     with pytest.raises(RuntimeError, match="killed"):
-        write_prompts.main(killed)
+        prompt_writing.write(killed)
     monkeypatch.undo()
     assert 0 < len((tmp_path / "killed" / LOG_FILE).read_text().splitlines()) < 12
     with (tmp_path / "killed" / LOG_FILE).open("a") as file:
         file.write('{"number": 11, "fini')  # a line whose writer was killed
-    write_prompts.main(killed)
+    prompt_writing.write(killed)
     assert (tmp_path / "killed" / PROMPT_FILE).read_text() == wanted
 
 
 def test_a_larger_count_keeps_what_is_written(target: str, tmp_path: Path) -> None:
     small = replace(settings(target, tmp_path / "out"), count=6)
-    write_prompts.main(small)
+    prompt_writing.write(small)
     before = (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()
-    write_prompts.main(replace(small, count=12, resume=True))
+    prompt_writing.write(replace(small, count=12, resume=True))
     assert (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()[: len(before)] == before
 
 
 def test_a_run_without_a_whole_prompt_says_so(target: str, tmp_path: Path) -> None:
     """Catches an empty prompts.jsonl, which train/sample.py would refuse, at the end of a run that succeeded."""
     with pytest.raises(UserError, match=r"is empty or was cut off: raise --max_new_tokens"):
-        write_prompts.main(replace(settings(target, tmp_path / "out"), max_new_tokens=1))
+        prompt_writing.write(replace(settings(target, tmp_path / "out"), max_new_tokens=1))
     assert not (tmp_path / "out" / PROMPT_FILE).exists()
 
 
 def test_a_finished_run_can_be_started_again(target: str, tmp_path: Path) -> None:
     """Catches a second start that fails because nothing is left to do."""
     once = settings(target, tmp_path / "out")
-    write_prompts.main(once)
+    prompt_writing.write(once)
     before = (tmp_path / "out" / PROMPT_FILE).read_text()
-    write_prompts.main(once)
+    prompt_writing.write(once)
     assert (tmp_path / "out" / PROMPT_FILE).read_text() == before
 
 
@@ -136,8 +137,8 @@ def test_one_of_several_templates_writes_the_prompts(target: str, tmp_path: Path
     tokenizer.chat_template = {"a": CHAT, "b": "{{ day }}" + CHAT}
     tokenizer.save_pretrained(folder)
     with pytest.raises(UserError, match="has the chat templates a, b, and none is the default"):
-        write_prompts.main(settings(str(folder), tmp_path / "none"))
-    write_prompts.main(settings(target, tmp_path / "plain"))
-    write_prompts.main(replace(settings(str(folder), tmp_path / "a"), template="a"))
+        prompt_writing.write(settings(str(folder), tmp_path / "none"))
+    prompt_writing.write(settings(target, tmp_path / "plain"))
+    prompt_writing.write(replace(settings(str(folder), tmp_path / "a"), template="a"))
     texts = [(tmp_path / name / PROMPT_FILE).read_text() for name in ("plain", "a")]
     assert texts[0] == texts[1]

@@ -1,9 +1,8 @@
 """From prompt sources to training batches, in this order:
 
-    prompts.py          a Prompt, with its id from a hash of its content
     sources.py          reads Prompts of bundled files, Python's standard library, files, Hub data sets, up to a limit
     python_corpus.py    Python's standard library as text, with the held-out modules
-    conversations.py    Prompt -> Conversation: token ids of prompts and replies, turn by turn
+    conversations.py    a Prompt; Prompt -> Conversation: token ids of prompts and replies, turn by turn
     template_probe.py   what a chat template does, found by rendering; texts that were rendered already
     filters.py          finds prompts that overlap evaluation, near duplicates and wrong lengths
     prompt_pipeline.py  runs these steps for train/sample.py and counts what each of them dropped

@@ -7,7 +7,7 @@ position of a prompt is supervised (it predicts the first token of the answer); 
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +20,8 @@ from decode.common.errors import UserError
 from train.data.sample_store import SampleRow, Subset
 
 T = TypeVar("T")
+WORTH_SAYING = 0.1
+"""Share of labels, cut off by max_length, from which a line says so."""
 
 
 @dataclass
@@ -39,16 +41,9 @@ class Batch:
     draw: int = 0  # number of the step, which seeds what a family draws anew for each row
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`."""
-        documents = self.documents
-        if documents is not None:
-            documents = documents.to(device, non_blocking=True)
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            loss_mask=self.loss_mask.to(device, non_blocking=True),
-            documents=documents,
-        )
+        moved = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved = {name: x.to(device, non_blocking=True) for name, x in moved.items()}
+        return Batch(**vars(self) | moved)
 
     def positions(self) -> Tensor:
         """[B, T] or [1, T] int64: position of each token in its row."""
@@ -65,19 +60,21 @@ def shuffled_index(n: int, seed: int, place: int, source: int = 0) -> int:
     return int(_permutation(n, seed, place // n, source)[place % n])
 
 
+@functools.lru_cache(maxsize=32)  # a batch may reach into two epochs of each source
+def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch, source]).permutation(n)
+    return order.astype(np.int32)
+
+
 def rank_slice(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
     """The slice of a global batch for process `rank` of `world`; all slices have the same length."""
-    if len(rows) % world != 0:
+    size, rest = divmod(len(rows), world)
+    if rest != 0:
         raise UserError(
             f"a global batch of {len(rows)} rows cannot be split evenly over {world} processes: "
             f"make the batch size a multiple of {world}"
         )
-    size = len(rows) // world
     return rows[rank * size : (rank + 1) * size]
-
-
-WORTH_SAYING = 0.1
-"""Share of labels, cut off by max_length, from which a line says so."""
 
 
 def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[SampleRow], int]:
@@ -86,13 +83,9 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
     Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left; a warning where
     more than WORTH_SAYING of all labels are cut off.
     """
-    kept, labels, left = [], 0, 0
-    for i, row in enumerate(rows):
-        learned = label_mask(row)
-        labels, own = labels + int(learned.sum()), int(learned[:max_length].sum())
-        left += own
-        if own:
-            kept.append(i)
+    masks = map(label_mask, rows)
+    counts = np.array([(mask.sum(), mask[:max_length].sum()) for mask in masks]).reshape(-1, 2)
+    (labels, left), kept = counts.sum(0), np.flatnonzero(counts[:, 1])
     if 0 < left < (1 - WORTH_SAYING) * labels and os.environ.get("RANK", "0") == "0":
         warn_once(
             f"{1 - left / labels:.0%} of what the target answered lies behind max_length {max_length} and is "
@@ -104,6 +97,37 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
             "raise max_length or sample again"
         )
     return Subset(rows, kept, lambda row: truncate_row(row, max_length)), len(rows) - len(kept)
+
+
+def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
+    if len(row["input_ids"]) <= max_length:
+        return row
+    spans = [
+        [start, min(end, max_length)] for start, end in row["loss_spans"] if start < max_length
+    ]
+    return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
+
+
+def supervise_whole_row(row: SampleRow) -> SampleRow:
+    """The row with all its tokens as labels: the target has a distribution where it reads a prompt too."""
+    return {**row, "loss_spans": [[0, len(row["input_ids"])]]}
+
+
+def label_mask(row: SampleRow) -> np.ndarray:
+    """[T] bool: the tokens that are learned, those in a loss span; the first one has nothing that predicts it."""
+    mask = np.zeros(len(row["input_ids"]), dtype=bool)
+    for start, end in row["loss_spans"]:
+        mask[max(start, 1) : end] = True
+    return mask
+
+
+def supervised_positions(row: SampleRow) -> Tensor:
+    """Positions t, ascending, whose next token lies in a loss span; overlapping spans count once."""
+    return torch.from_numpy(np.flatnonzero(label_mask(row)[1:]))
+
+
+def supervised_token_count(rows: Sequence[SampleRow]) -> int:
+    return sum(int(label_mask(row).sum()) for row in rows)
 
 
 def collate(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
@@ -124,25 +148,6 @@ def pack(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
     for i, (line, column) in enumerate(starts):
         batch.documents[line, column : column + lengths[i]] = i
     return batch
-
-
-def supervised_token_count(rows: Sequence[SampleRow]) -> int:
-    """Number of supervised positions, by which the loss of a step is divided."""
-    return sum(int(label_mask(row).sum()) for row in rows)
-
-
-def label_mask(row: SampleRow) -> np.ndarray:
-    """[T] bool: the tokens that are learned, those in a loss span; the first one has nothing that predicts it."""
-    mask = np.zeros(len(row["input_ids"]), dtype=bool)
-    for start, end in row["loss_spans"]:
-        mask[start:end] = True
-    mask[:1] = False
-    return mask
-
-
-def supervised_positions(row: SampleRow) -> Tensor:
-    """Positions t, ascending, whose next token lies in a loss span; overlapping spans count once."""
-    return torch.from_numpy(np.flatnonzero(label_mask(row)[1:]))
 
 
 def _pack_layout(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, int]], int]:
@@ -171,26 +176,6 @@ def _place_rows(
         batch.input_ids[line, column:end] = torch.tensor(row["input_ids"])
         batch.loss_mask[line, column + supervised_positions(row)] = True
     return batch
-
-
-def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
-    """The row's first `max_length` tokens, with loss spans cut to them."""
-    if len(row["input_ids"]) <= max_length:
-        return row
-    spans = [[start, min(end, max_length)] for start, end in row["loss_spans"]]
-    spans = [[start, end] for start, end in spans if start < end]
-    return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
-
-
-def supervise_whole_row(row: SampleRow) -> SampleRow:
-    """The row with all its tokens as labels: the target has a distribution where it reads a prompt too."""
-    return {**row, "loss_spans": [[0, len(row["input_ids"])]]}
-
-
-@functools.lru_cache(maxsize=32)  # a batch may reach into two epochs of each source
-def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
-    order = np.random.default_rng([seed, epoch, source]).permutation(n)
-    return order.astype(np.int32)
 
 
 def document_positions(input_ids: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -1,23 +1,120 @@
-"""Step 2 of 3 from sources to tokens: Prompts become Conversations, the token ids of prompt segments and replies.
+"""Prompts, and step 2 of 3 from sources to tokens: Conversations, the token ids of prompt segments and replies.
 
-A sampled set stores the token ids that were generated, never text that was tokenised again. So the turns of a chat are
-joined as ids, and what a chat template puts between them is found by rendering it.
+The id of a Prompt is a hash of its content, so ids are the same on every machine and in every run; resuming and
+decontamination rely on that. A sampled set stores the token ids that were generated, never text that was tokenised
+again. So the turns of a chat are joined as ids, and what a chat template puts between them is found by rendering it.
 """
 
+import contextlib
+import hashlib
+import itertools
+import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.common.chat_template import Messages, apply_template
+from decode.common import chat_template
+from decode.common.chat_template import Arguments, Messages, Tools, apply_template
 from decode.common.errors import UserError
-from train.data.prompts import Prompt, encode_prompt, encode_prompts, make_prompt
+from eval.tasks.row_forms import Content, message_text
 from train.settings.data import TurnSelection
 
 PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Plain `text` or the `messages` of a chat; the other one is None."""
+
+    id: str
+    source: str
+    """Name of the source, without the folder that it lies in, which stays private."""
+    text: str | None
+    messages: Messages | None
+    sample: int
+    """0 .. samples - 1: several answers may be generated for one content."""
+    answer: str | None = None
+    """The answer to `text`, for origin text if the source has one."""
+    tools: Tools | None = None
+    """What the chat may call."""
+    location: str = ""
+    """Where its row stands, for messages."""
+    arguments: Arguments | None = None
+    """Its own arguments of the chat template, which stand above those of the command."""
+
+    @property
+    def content_id(self) -> str:
+        """The part of the id that all samples of a content have in common."""
+        return self.id.rpartition("#")[0]
+
+    @property
+    def asked(self) -> str | Messages:
+        return self.text if self.text is not None else self.messages or ""
+
+
+def make_prompt(
+    source: str,
+    content: Content,
+    sample: int,
+    tools: Tools | None = None,
+    arguments: Arguments | None = None,
+    location: str = "",
+) -> Prompt:
+    """The prompt of a content; its id is the hash of content, tools and arguments, and the sample's number."""
+    others = {"tools": tools, "arguments": arguments}
+    name = f"{_digest(content, {key: value for key, value in others.items() if value})}#{sample}"
+    text, answer, messages = None, None, None
+    if isinstance(content, list):
+        messages = content
+    else:
+        text, answer = (content, None) if isinstance(content, str) else content
+    return Prompt(name, source, text, messages, sample, answer, tools, location, arguments)
+
+
+def _digest(content: Content, others: dict[str, Any]) -> str:
+    """The first 16 hex digits of the SHA-256 of a text, or of the JSON with sorted keys of anything else."""
+    hashed = {"content": content, **others} if others else content
+    text = hashed if isinstance(hashed, str) else json.dumps(hashed, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt's whole text, messages and answer included, for comparing prompts."""
+    if prompt.messages is not None:
+        return "\n".join(map(message_text, prompt.messages))
+    return "\n".join(text for text in (prompt.text, prompt.answer) if text)
+
+
+@contextlib.contextmanager
+def named(prompt: Prompt) -> Iterator[None]:
+    """A UserError in the block names the prompt."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """The token ids that the target continues, in its chat template."""
+    with named(prompt):
+        return chat_template.encode_prompt(tokenizer, prompt.asked, prompt.tools, prompt.arguments)
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """`encode_prompt` of each, many times faster for thousands of them."""
+    asked = [prompt.asked for prompt in prompts]
+    tools = [prompt.tools for prompt in prompts]
+    arguments = [prompt.arguments for prompt in prompts]
+    try:
+        return chat_template.encode_prompts(tokenizer, asked, tools, arguments)
+    except UserError:
+        return [encode_prompt(tokenizer, prompt) for prompt in prompts]  # names the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +130,10 @@ class Conversation:
 
     def packed(self) -> "Conversation":
         """The same conversation in a tenth of the memory: 4 bytes a token."""
-        return Conversation(
-            tuple(array("i", segment) for segment in self.prompt_segments),
-            tuple(array("i", reply) for reply in self.replies),
+        segments, replies = (
+            tuple(array("i", ids) for ids in one) for one in (self.prompt_segments, self.replies)
         )
+        return Conversation(segments, replies)
 
 
 def join_turns(
@@ -78,23 +175,16 @@ def conversations_without_replies(
 
 def _segments(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[list[int]]:
     """What stands before each reply of a chat of several turns."""
-    messages = prompt.messages or []
-    parts: list[Messages] = [[]]
-    for before, message in zip([None, *messages], messages, strict=False):
-        if message["role"] == "assistant":
-            continue
-        if before is not None and before["role"] == "assistant" and parts[-1]:
-            parts.append([])
-        parts[-1].append(message)
-    history: Messages = parts[0]
+    by_role = itertools.groupby(prompt.messages or [], lambda m: m["role"] == "assistant")
+    history, *parts = [list(messages) for replies, messages in by_role if not replies] or [[]]
     segments = [encode_prompt(tokenizer, replace(prompt, messages=history))]
-    for part in parts[1:]:
-        before_segment = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
+    for part in parts:
+        before = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
         history = [*history, {"role": "assistant", "content": PROBE_REPLY}, *part]
         text = render_chat(tokenizer, prompt, history, True)
-        if not text.startswith(before_segment):
+        if not text.startswith(before):
             raise _template_rewrites_error(prompt)
-        added = tokenizer(text[len(before_segment) :], add_special_tokens=False)
+        added = tokenizer(text[len(before) :], add_special_tokens=False)
         segments.append(added["input_ids"])
     return segments
 
@@ -115,14 +205,14 @@ def conversation_with_replies(
         messages = [question, {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
         encode_prompt(tokenizer, prompt)  # raises the UserError about the missing template
-    if not tokenizer.is_fast:
-        raise UserError("finding replies in a chat needs a fast tokenizer (tokenizer.json)")
     text = render_chat(tokenizer, prompt, messages, False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = _with_offsets(tokenizer, text, "finding replies in a chat")
     # A chat may begin with a greeting, which answers nobody: it is only read.
     indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
-    segments, replies, previous_end = [], [], _extra_bos_count(tokenizer, ids)
+    bos, previous_end = tokenizer.bos_token_id, 0
+    while bos is not None and ids[previous_end : previous_end + 2] == [bos, bos]:
+        previous_end += 1  # template and tokenizer both add one
+    segments, replies = [], []
     for i in indices if turns == "all" else indices[-1:]:
         before = render_chat(tokenizer, prompt, messages[:i], True)
         upto = render_chat(tokenizer, prompt, messages[: i + 1], False)
@@ -159,13 +249,10 @@ def split_into_windows(
     Each token is a label once. If the tokenizer starts texts with BOS, each window starts with BOS; otherwise it starts
     with the last token of the previous window, and then the first token of a text is never a label.
     """
-    if not tokenizer.is_fast:
-        raise UserError("cutting texts into windows needs a fast tokenizer (tokenizer.json)")
     if size < 2:
         raise UserError(f"window {size}: need at least 2 tokens")
     text = prompt.text or ""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = _with_offsets(tokenizer, text, "cutting texts into windows")
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     first = 0 if adds_bos else 1
@@ -179,14 +266,22 @@ def split_into_windows(
     return windows
 
 
+def _with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str, purpose: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """(the ids of the text, the [start, end) of each in it)."""
+    if not tokenizer.is_fast:
+        raise UserError(f"{purpose} needs a fast tokenizer (tokenizer.json)")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
+
+
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
     """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
-    try:
+    with named(prompt):
         return apply_template(
             tokenizer, messages, prompt.arguments, tools=prompt.tools, add_generation_prompt=opened
         )
-    except UserError as error:
-        raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
 
 def _plain_text_conversation(
@@ -198,14 +293,6 @@ def _plain_text_conversation(
     start = same.index(False) if False in same else min(len(prompt), len(ids) - 1)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Conversation([ids[:start]], [ids[start:] + end])
-
-
-def _extra_bos_count(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
-    """How many BOS tokens at the beginning are repeated, because template and tokenizer both add one."""
-    bos, count = tokenizer.bos_token_id, 0
-    while bos is not None and ids[count : count + 2] == [bos, bos]:
-        count += 1
-    return count
 
 
 def _template_rewrites_error(prompt: Prompt) -> UserError:

@@ -8,11 +8,9 @@ import numpy as np
 
 from train.settings.data import FilterConfig
 
-OVERLAPS = "dropped_as_evaluation"
-WRONG_LENGTHS = "dropped_by_length"
-NEAR_DUPLICATES = "dropped_as_near_duplicates"
-FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
+FILTERS = ("dropped_as_evaluation", "dropped_by_length", "dropped_as_near_duplicates")
 """Names of the counts of prompts that the filters drop, in their order."""
+OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES = FILTERS
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
 SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
@@ -25,7 +23,6 @@ LSH_BAND_SIZE = 4
 """Neighbouring hashes that must be equal in two signatures before the signatures are compared in full."""
 BUCKET_BITS = 18
 """Bits of a bucket's number: 2^18 buckets of each band, in which 10^6 texts make lists of 4."""
-BUCKET_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class EvaluationOverlap:
@@ -43,10 +40,9 @@ class EvaluationOverlap:
 
     def overlaps(self, text: str) -> bool:
         text = _normalize_whitespace(text)
-        if not self.grams.isdisjoint(_ngrams(text)):
-            return True
-        within = len(text.split()) < SHORT_TEXT_WORDS and text in self.joined
-        return within or any(other in text for other in self.short)
+        is_within = len(text.split()) < SHORT_TEXT_WORDS and text in self.joined
+        contains = any(other in text for other in self.short)
+        return is_within or contains or not self.grams.isdisjoint(_ngrams(text))
 
 
 class NearDuplicates:
@@ -72,16 +68,15 @@ class NearDuplicates:
     def add(self, text: str) -> bool:
         """Adds the text and returns True, or returns False if it is a near duplicate of a text that was added."""
         signature = minhash_signature(text).astype(np.uint16).view(np.uint64)
-        buckets = (signature * BUCKET_FACTOR) >> np.uint64(64 - BUCKET_BITS)
+        buckets = (signature * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - BUCKET_BITS)
         bands = np.arange(len(signature))
         newest = self.newest[bands, buckets]
         if self._resembles(signature, bands, newest):
             return False
         self.count += 1
         if self.count == len(self.signatures):
-            rows = self.count + self.count // 16 + 1024
-            self.signatures.resize((rows, len(bands)), refcheck=False)
-            self.earlier.resize((rows, len(bands)), refcheck=False)
+            for table in (self.signatures, self.earlier):
+                table.resize((self.count + self.count // 16 + 1024, len(bands)), refcheck=False)
         self.signatures[self.count], self.earlier[self.count] = signature, newest
         self.newest[bands, buckets] = self.count
         return True
@@ -92,10 +87,9 @@ class NearDuplicates:
         while (there := texts > 0).any():
             texts, bands = texts[there], bands[there]
             candidates = texts[self.signatures[texts, bands] == signature[bands]]
-            if len(candidates) > 0:
-                equal = self.signatures[candidates].view(np.uint16) == hashes
-                if equal.mean(1).max() >= self.similarity:
-                    return True
+            equal = self.signatures[candidates].view(np.uint16) == hashes
+            if (equal.mean(1) >= self.similarity).any():
+                return True
             texts = self.earlier[texts, bands]
         return False
 
@@ -103,11 +97,9 @@ class NearDuplicates:
 def minhash_signature(text: str) -> np.ndarray:
     """Signature [MINHASH_COUNT] uint32; the share of equal hashes of two texts estimates their Jaccard index."""
     words = re.findall(r"\w+|[^\w\s]", text.lower())  # punctuation counts: 1 + 1 is not 1 - 1
-    shingles = {
-        " ".join(words[i : i + SHINGLE_WORDS])
-        for i in range(max(1, len(words) - SHINGLE_WORDS + 1))
-    }
-    hashed = np.array([zlib.crc32(shingle.encode()) for shingle in shingles], dtype=np.uint64)
+    starts = range(max(1, len(words) - SHINGLE_WORDS + 1))
+    shingles = {" ".join(words[i : i + SHINGLE_WORDS]).encode() for i in starts}
+    hashed = np.array([zlib.crc32(shingle) for shingle in shingles], dtype=np.uint64)
     return ((hashed[:, None] * HASH_FACTORS + HASH_TERMS) >> np.uint64(32)).min(0).astype(np.uint32)
 
 
@@ -139,11 +131,8 @@ def _ngrams(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
 
 
-def _hash_coefficients(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(1, 2**63, MINHASH_COUNT, dtype=np.uint64)
-
-
-HASH_FACTORS, HASH_TERMS = (
-    _hash_coefficients(1) * np.uint64(2) + np.uint64(1),
-    _hash_coefficients(2),
+HASH_TERMS, HASH_FACTORS = (
+    np.random.default_rng(seed).integers(1, 2**63, MINHASH_COUNT, dtype=np.uint64)
+    for seed in (2, 1)
 )
+HASH_FACTORS = HASH_FACTORS * np.uint64(2) + np.uint64(1)  # odd

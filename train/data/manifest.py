@@ -13,16 +13,7 @@ from typing import Any
 
 from decode.common import damage, files
 from decode.common.errors import UserError
-from decode.common.published import (
-    Argument,
-    Digest,
-    Name,
-    Place,
-    Private,
-    Revision,
-    Version,
-    Word,
-)
+from decode.common.published import Argument, Digest, Name, Place, Private, Revision, Version, Word
 from decode.common.typed_json import Omitted, WrongTypeError, from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
@@ -35,7 +26,6 @@ ADVICE = (
 )
 MOST_TEMPLATES = 16
 """Arguments of rows that a manifest lists: a date in each row would fill it."""
-MENDING = "the rows that the set now lacks are made again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +146,11 @@ def shard_problems(folder: Path, manifest: Manifest) -> dict[str, str]:
     problems = {}
     for name, entry in manifest.shards.items():
         if name not in there:
-            count = "its" if entry.rows is None else entry.rows
-            problems[name] = f"with {count} rows is missing"
+            problems[name] = f"with {entry.rows or 'its'} rows is missing"
         elif damage.sha256(there[name]) != entry.sha256:
             problems[name] = "is damaged or was altered"
-    foreign = [name for name in there if name not in manifest.shards]
-    return problems | dict.fromkeys(foreign, f"is not listed in {MANIFEST_FILE}")
+    foreign = there.keys() - manifest.shards
+    return problems | dict.fromkeys(sorted(foreign), f"is not listed in {MANIFEST_FILE}")
 
 
 def set_damaged_aside(folder: Path, wanted: Set[str]) -> None:
@@ -170,37 +159,36 @@ def set_damaged_aside(folder: Path, wanted: Set[str]) -> None:
     These are shards that cannot be read or are not as the manifest says, that repeat an id, or that are not in the
     manifest and have no wanted id. To be called by one process before any reads the set.
     """
-    listed: dict[str, ShardRecord] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, str] = dict.fromkeys((x.name for x in sample_store.shard_paths(folder)), "")
+    listed: Set[str] = frozenset()
     if (folder / MANIFEST_FILE).exists():
         try:
             manifest = read_manifest(folder)
-            listed, problems = manifest.shards or {}, shard_problems(folder, manifest)
+            listed = (manifest.shards or {}).keys()
+            found = shard_problems(folder, manifest)
+            problems |= {name: what for name, what in found.items() if name in listed}
         except UserError as error:
             damage.warn(f"{error}; it is written again")
     seen: set[str] = set()
-    for path in sorted(
-        sample_store.shard_paths(folder), key=lambda path: (path.name not in listed, path.name)
-    ):
-        problem = problems.pop(path.name, "") if path.name in listed else ""
-        if not problem:
-            problem = _other_problem(path, path.name in listed, seen, wanted)
+    # Of two shards that hold an id, the one stays that the manifest lists.
+    for name in sorted(problems, key=lambda name: (name not in listed, name)):
+        path, kept = folder / "shards" / name, ""
+        problem = problems[name] or _other_problem(path, name in listed, seen, wanted)
+        if problem and path.exists():
+            kept = f"kept as {damage.move_aside(path).name}; "
         if problem:
-            aside = damage.move_aside(path)
-            damage.warn(f"shard {path} {problem}: kept as {aside.name}; {MENDING}")
-    for name, problem in problems.items():
-        if name in listed:
-            damage.warn(f"shard {folder / 'shards' / name} {problem}: {MENDING}")
+            damage.warn(
+                f"shard {path} {problem}: {kept}the rows that the set now lacks are made again"
+            )
 
 
 def _other_problem(path: Path, listed: bool, seen: set[str], wanted: Set[str]) -> str:
     """What is wrong with a shard by its rows, whose ids are added to `seen`; "" for nothing."""
     try:
-        ids = sample_store.ids_in(path) if listed else sample_store.check_shard(path)
+        ids = sample_store.ids_in(path, check_rows=not listed)
     except UserError:
         return "is damaged"
-    repeated = len(set(ids)) < len(ids) or not seen.isdisjoint(ids)
-    if repeated:
+    if len(set(ids)) < len(ids) or not seen.isdisjoint(ids):
         return "repeats ids"
     if not listed and wanted.isdisjoint(ids):
         return "has none of the prompts that are asked"

@@ -68,13 +68,12 @@ class Mixture(Rows):
         self,
         sources: Sequence[Sequence[SampleRow]],
         weights: Sequence[float],
+        digests: Sequence[str] = (),
         whole: "Mixture | None" = None,
     ):
-        self.sources = sources
-        self.whole = whole or self
-        """With all rows of the sets where these are limited: those whose features are stored."""
-        self.digests: list[str] = []
-        """`rows_digest` of each set as it is on disk."""
+        """`digests` are the `rows_digest` of each set as it is on disk. `whole` has all rows of the sets where these
+        are limited: those whose features are stored."""
+        self.sources, self.digests, self.whole = sources, list(digests), whole or self
         self.shares = [Fraction(str(weight)) for weight in weights]
         self.offsets = np.cumsum([0, *map(len, sources)])  # index of each source's first row
 
@@ -108,11 +107,9 @@ def load(
     With `supervise` all, the tokens of prompts are labels too. `seed` chooses the rows of a part with a limit.
     UserError for a set that `check_tokenizer` refuses for the target, and as in `load_set`.
     """
-    parts = mixture_parts(data)
-    weights = [part.weight for part in parts]
+    parts, dropped = mixture_parts(data), 0
     sources: list[Sequence[SampleRow]] = []
     digests: list[str] = []
-    dropped = 0
     for part in parts:
         manifest, stored = load_set(Path(part.path))
         if target is not None:
@@ -123,17 +120,14 @@ def load(
             rows = Subset(rows, range(len(rows)), batching.supervise_whole_row)
         sources.append(rows)
         dropped += rows_dropped
-    whole = Mixture(sources, weights)
-    whole.digests = digests
+    whole = Mixture(sources, [part.weight for part in parts], digests)
     if not any(part.limit for part in parts):
         return whole, dropped
     limited = [
-        Subset(rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist())
+        Subset(rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]))
         for part, rows in zip(parts, sources, strict=True)
     ]
-    chosen = Mixture(limited, weights, whole)
-    chosen.digests = digests
-    return chosen, dropped
+    return Mixture(limited, [part.weight for part in parts], digests, whole), dropped
 
 
 def check_tokenizer(
@@ -144,10 +138,11 @@ def check_tokenizer(
     Where the model that was sampled still has its tokenizer, vocabularies that extend each other are one
     (`disagreement`); else only equal ones are.
     """
-    if manifest.tokenizer_hash == target.fingerprint:
+    theirs = manifest.tokenizer_hash
+    if theirs == target.fingerprint:
         return
     found, own = compare_tokenizers(
-        manifest.tokenizer_hash, manifest.target, manifest.revision, target.tokenizer, "the samples"
+        theirs, manifest.target, manifest.revision, target.tokenizer, "the samples"
     )
     if found is None:
         lacking = {*own.get_vocab().values()} - {*target.tokenizer.get_vocab().values()}
@@ -157,8 +152,8 @@ def check_tokenizer(
             return
         found = f"id {token} is {own.convert_ids_to_tokens(int(token))!r} for the samples and no token for the target"
     raise UserError(
-        f"samples in {path} were made with tokenizer {manifest.tokenizer_hash} (target {manifest.target}), but "
-        f"{target.name} has {target.fingerprint}{', ' * bool(found)}{found}: sample this target"
+        f"samples in {path} were made with tokenizer {theirs} (target {manifest.target}), but {target.name} has "
+        f"{target.fingerprint}{', ' * bool(found)}{found}: sample this target"
     )
 
 

@@ -22,7 +22,6 @@ from decode.common.template_choice import (
 from decode.model import compatibility
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import (
-    Target,
     check_tokenizer_size,
     end_ids,
     load_config,
@@ -31,11 +30,11 @@ from decode.model.loading import (
 )
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
-from train.data.conversations import Conversation
+from train.data.conversations import Conversation, Prompt, prompt_text
 from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, PromptFilter
-from train.data.prompts import Prompt, prompt_text
 from train.data.sources import (
     ANSWER_ADVICE,
+    NO_PROMPTS,
     REPEATS,
     UNANSWERED,
     ReadLog,
@@ -96,24 +95,7 @@ class TargetTokenizer:
         template = read_setting(setting)
         check_setting(self.tokenizer, template)
         tokenizer = with_template(self.tokenizer, template)
-        made = replace(self, tokenizer=tokenizer, template=template)
-        if self.identity is None:
-            return made
-        return replace(made, identity=replace(self.identity, chat_template=made.chat_template_hash))
-
-    @classmethod
-    def from_target(cls, target: Target) -> "TargetTokenizer":
-        return cls(
-            target.name,
-            target.revision,
-            target.tokenizer,
-            target.fingerprint,
-            target.runner.context,
-            target.eos,
-            target.is_encoder_decoder,
-            target.identity,
-            embedded=target.runner.embedding_rows,
-        )
+        return replace(self, tokenizer=tokenizer, template=template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +134,13 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
 
 
 def load_prompts(
-    s: PromptConfig, reader: TargetTokenizer, log: ReadLog | None = None
+    s: PromptConfig, reader: TargetTokenizer, log: ReadLog
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
     """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left.
 
     `log` is told how the sources were read. Prompts pass all steps one after the other, and only the token ids of those
     that are kept stay in memory.
     """
-    log = ReadLog() if log is None else log
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
@@ -170,9 +151,7 @@ def load_prompts(
     for prompt, conversation in tokenize(s, read, reader, log):
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
             if mark := marks.found_in_prompt(prompt):
-                log.rendered += 1
-                where = f"{prompt.location or prompt.id} ({mark!r})"
-                log.first_rendered = log.first_rendered or where
+                log.rendered.append(f"{prompt.location or prompt.id} ({mark!r})")
             is_window = s.origin == "text" and not has_replies(prompt)  # these may be of any length
             tokens = None if is_window else len(conversation.prompt_segments[0])
             reason = filters.why_dropped(prompt_text(prompt), tokens)
@@ -183,12 +162,10 @@ def load_prompts(
             kept.append(TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments))
     log.check_share()
     total = len(kept) + sum(dropped[name] for name in FILTERS)
-    if total == 0 and dropped[UNANSWERED]:
-        raise UserError(
-            f"none of {dropped[UNANSWERED]} rows has an answer, such as {log.unanswered}: {ANSWER_ADVICE}"
-        )
     if total == 0:
-        raise UserError("the sources hold no prompts: add a source or raise a limit")
+        rows = dropped[UNANSWERED]
+        said = f"none of {rows} rows has an answer, such as {log.unanswered}: {ANSWER_ADVICE}"
+        raise UserError(said if rows else NO_PROMPTS)
     if len(kept) == 0:
         raise UserError(
             f"of {total} prompts none is left ({dropped[OVERLAPS]} overlap evaluation prompts, "
@@ -204,11 +181,7 @@ def tokenize(
     together = 1 if s.origin == "text" else TOKENIZED_TOGETHER
     seen: set[str] = set()
     while some := list(itertools.islice(read, together)):
-        try:
-            found = _convert(s, some, reader)
-        except UserError:
-            found = [pair for one in some for pair in _convert_unless_refused(s, one, reader, log)]
-        for prompt, conversation in found:
+        for prompt, conversation in _convert(s, some, reader, log):
             if prompt.id in seen:
                 log.dropped[REPEATS] += 1
                 continue
@@ -217,38 +190,34 @@ def tokenize(
             yield prompt, conversation
 
 
-def _convert_unless_refused(
-    s: PromptConfig, prompt: Prompt, reader: TargetTokenizer, log: ReadLog
-) -> list[tuple[Prompt, Conversation]]:
-    """What becomes of a prompt; if it is refused nothing, and `log` counts its row once."""
-    try:
-        return _convert(s, [prompt], reader)
-    except UserError as error:
-        if prompt.sample == 0:
-            log.refuse(f"{prompt.location}: {error}" if prompt.location else str(error))
-        return []
-
-
 def _convert(
-    s: PromptConfig, prompts: list[Prompt], reader: TargetTokenizer
+    s: PromptConfig, prompts: list[Prompt], reader: TargetTokenizer, log: ReadLog
 ) -> list[tuple[Prompt, Conversation]]:
-    """The prompts as token ids, for origin text with their replies: a text without one becomes several windows."""
+    """The prompts as token ids, for origin text with their replies: a text without one becomes several windows. Of a
+    refused prompt nothing becomes, and `log` counts its row once."""
     found: list[tuple[Prompt, Conversation]] = []
-    if s.origin != "text":
-        asked = conversations.conversations_without_replies(reader.tokenizer, prompts, s.turns)
-        found = list(zip(prompts, asked, strict=True))
-    for prompt in prompts if s.origin == "text" else ():
-        if reader.encoder_decoder:
-            found.append((prompt, conversations.encoder_pair(reader.tokenizer, prompt)))
-        elif has_replies(prompt):
+    first = prompts[0]
+    try:
+        if s.origin != "text":
+            asked = conversations.conversations_without_replies(reader.tokenizer, prompts, s.turns)
+            found = list(zip(prompts, asked, strict=True))
+        elif reader.encoder_decoder:
+            found = [(first, conversations.encoder_pair(reader.tokenizer, first))]
+        elif has_replies(first):
             whole = conversations.conversation_with_replies(
-                reader.tokenizer, prompt, s.turns, reader.eos
+                reader.tokenizer, first, s.turns, reader.eos
             )
-            found.append((prompt, whole))
+            found = [(first, whole)]
         else:
-            found += conversations.split_into_windows(reader.tokenizer, prompt, s.window)
-    for _, conversation in found:
-        reader.check_embedded(conversation)
+            found = conversations.split_into_windows(reader.tokenizer, first, s.window)
+        for _, conversation in found:
+            reader.check_embedded(conversation)
+    except UserError as error:
+        if len(prompts) > 1:  # tokenised one by one, only the refused one is lost
+            return [pair for one in prompts for pair in _convert(s, [one], reader, log)]
+        if first.sample == 0:
+            log.refuse(f"{first.location}: {error}" if first.location else str(error))
+        return []
     return found
 
 

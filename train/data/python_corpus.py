@@ -35,37 +35,29 @@ def read_modules(held_out: bool) -> dict[str, str]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         name = relative.with_suffix("").as_posix()
-        if EXCLUDED_FOLDERS.intersection(relative.parts) or EXCLUDED_FILES.fullmatch(name):
-            continue
-        if (name in HELD_OUT_MODULES) == held_out:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if len(text) > 200:  # nearly empty __init__.py files
-                found[name] = text
-    return found
+        excluded = EXCLUDED_FOLDERS.intersection(relative.parts) or EXCLUDED_FILES.fullmatch(name)
+        if not excluded and (name in HELD_OUT_MODULES) == held_out:
+            found[name] = path.read_text(encoding="utf-8", errors="replace")
+    return {name: text for name, text in found.items() if len(text) > 200}  # no empty __init__.py
 
 
 def read_help_topics(held_out: bool) -> dict[str, str]:
     """{topic: text} of the language reference that `help()` shows, without topics that repeat a longer one."""
     from pydoc_data import topics as data
 
+    def long_lines(text: str) -> set[str]:
+        return {line.strip() for line in text.split("\n") if len(line.strip()) > 30}
+
     seen: set[str] = set()
     found = {}
+    # Lines of held-out topics must not appear inside longer topics either.
+    hidden = set() if held_out else long_lines("\n".join(read_help_topics(True).values()))
     for name, text in sorted(data.topics.items(), key=lambda item: (-len(item[1]), item[0])):
-        lines = {line.strip() for line in text.split("\n") if len(line.strip()) > 30}
-        if name not in HELD_OUT_TOPICS and len(lines & seen) > 0.5 * len(lines):
+        lines, is_held_out = long_lines(text), name in HELD_OUT_TOPICS
+        if not is_held_out and len(lines & seen) > 0.5 * len(lines):
             continue  # most lines are in a longer topic that was already taken
         seen |= lines
-        if (name in HELD_OUT_TOPICS) == held_out:
-            found[name] = text.strip() + "\n"
-    if not held_out:  # lines of held-out topics must not appear inside longer topics either
-        held_out_lines = {
-            line.strip() for text in read_help_topics(True).values() for line in text.split("\n")
-        }
-        for name, text in found.items():
-            kept = [
-                x
-                for x in text.split("\n")
-                if len(x.strip()) <= 30 or x.strip() not in held_out_lines
-            ]
-            found[name] = "\n".join(kept)
+        if is_held_out == held_out:
+            kept = [line for line in text.strip().split("\n") if line.strip() not in hidden]
+            found[name] = "\n".join(kept) + "\n"
     return found

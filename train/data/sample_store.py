@@ -24,25 +24,21 @@ from decode.common.files import write_atomically
 from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 
+OPTIONAL = "chat_template_kwargs"
+"""Shards of earlier versions do not have this column."""
 SCHEMA = pa.schema(
     [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        pa.field("origin", pa.string(), nullable=False),
+        *(pa.field(name, pa.string(), nullable=False) for name in ("id", "source", "origin")),
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_spans", pa.list_(pa.list_(pa.int32())), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("chat_template_kwargs", pa.string()),
+        pa.field(OPTIONAL, pa.string()),
     ]
 )
-OPTIONAL = SCHEMA.names[-1]
-"""Shards of earlier versions do not have it."""
-
 TARGET_KEY = b"draftsmith.target"
 """Key of the metadata of a shard that says which target answered."""
-ROW_GROUP_SIZE = (
-    64  # rows that are read together; reading one row costs as much as reading its group
-)
+ROW_GROUP_SIZE = 64
+"""Rows that are read together; reading one row costs as much as reading its group."""
 MAX_OPEN_FILES, MAX_CACHED_GROUPS = 64, 16  # shards kept open, row groups kept in memory
 
 
@@ -70,9 +66,8 @@ class Rows(Sequence[SampleRow]):
     @overload
     def __getitem__(self, index: slice) -> list[SampleRow]: ...
     def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        return self.read(range(len(self))[index])  # of a range, for negative indices and IndexError
+        found = range(len(self))[index]  # of a range, for negative indices and IndexError
+        return self.read(found) if isinstance(found, int) else [self.read(i) for i in found]
 
 
 class SampleStore(Rows):
@@ -85,38 +80,34 @@ class SampleStore(Rows):
         self.paths = shard_paths(folder)
         self._file = functools.lru_cache(MAX_OPEN_FILES)(_open)
         self._group = functools.lru_cache(MAX_CACHED_GROUPS)(self._read_group)
-        locations: list[tuple[int, int]] = []  # (shard, row group in it) of each group
+        self.groups: list[tuple[int, int]] = []  # (shard, row group in it) of each group
         counts, ids = [0], []
         for number, path in enumerate(self.paths):
             for group in range(self._file(path).num_row_groups):
                 batch = self._read_group(number, group)
-                for row in _rows_of_batch(batch):
-                    _check_spans(row, path)
-                if batch.num_rows > 0:
-                    locations.append((number, group))
-                    counts.append(batch.num_rows)
-                    ids.append(batch.column("id"))
-        _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
-        self.group_locations = np.array(locations, dtype=np.int32).reshape(-1, 2)
-        self.start = np.cumsum(
-            counts
-        )  # rows before each group, and at the end the number of all rows
+                _check_spans(batch, path)
+                self.groups.append((number, group))
+                counts.append(batch.num_rows)
+                ids.append(batch.column("id"))
+        _check_unique_ids(ids, folder)
+        # rows before each group, and at the end the number of all rows
+        self.start = np.cumsum(counts)
 
     def __len__(self) -> int:
         return int(self.start[-1])
 
     def __iter__(self) -> Iterator[SampleRow]:
-        for number, group in self.group_locations.tolist():
+        for number, group in self.groups:
             yield from _rows_of_batch(self._read_group(number, group))
 
     def read(self, index: int) -> SampleRow:
         at = int(np.searchsorted(self.start, index, side="right")) - 1
-        batch = self._group(*self.group_locations[at].tolist())
+        batch = self._group(*self.groups[at])
         return _rows_of_batch(batch.slice(index - int(self.start[at]), 1))[0]
 
     def _read_group(self, number: int, group: int) -> pa.RecordBatch:
         path = self.paths[number]
-        return _read(self._file(path), path, group, SCHEMA.names)
+        return _read(path, SCHEMA.names, self._file(path), group)
 
 
 class Subset(Rows):
@@ -125,7 +116,7 @@ class Subset(Rows):
     def __init__(
         self,
         rows: Sequence[SampleRow],
-        indices: Sequence[int],
+        indices: Sequence[int] | np.ndarray,
         transform: Callable[[SampleRow], SampleRow] = lambda row: row,
     ):
         self.rows, self.transform = rows, transform
@@ -139,27 +130,22 @@ class Subset(Rows):
 
 
 def write_shard(
-    folder: Path, rows: list[SampleRow], name: str, target: ModelFingerprint | None = None
+    folder: Path, rows: list[SampleRow], name: str = "", target: ModelFingerprint | None = None
 ) -> Path:
     """Writes the shard `<folder>/shards/<name>.parquet` atomically and returns its path.
 
-    It knows the `target` that gave the answers. FileExistsError if the shard exists: it is never replaced.
+    It knows the `target` that gave the answers. Without a name it gets a hash of its ids, so that processes and
+    attempts cannot collide. FileExistsError if the shard exists: it is never replaced.
     """
-    path = folder / "shards" / f"{name}.parquet"
+    digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
+    path = folder / "shards" / f"{name or digest}.parquet"
     if path.exists():
         raise FileExistsError(f"{path} holds samples: overwriting it would lose them")
-    schema = SCHEMA.with_metadata(target_metadata(target))
-    table = pa.Table.from_pylist(rows, schema=schema)
+    table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata(target_metadata(target)))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_atomically(path, sink.getvalue().to_pybytes())
     return path
-
-
-def add_shard(folder: Path, rows: list[SampleRow], target: ModelFingerprint | None = None) -> Path:
-    """Writes a shard whose name is a hash of its ids, so that processes and attempts cannot collide."""
-    digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
-    return write_shard(folder, rows, digest, target)
 
 
 def targets_in(folder: Path) -> list[ModelFingerprint | None]:
@@ -175,7 +161,6 @@ def targets_in(folder: Path) -> list[ModelFingerprint | None]:
 
 
 def target_metadata(target: ModelFingerprint | None) -> dict[bytes, bytes] | None:
-    """The metadata of a shard whose answers are this target's."""
     return None if target is None else {TARGET_KEY: json.dumps(to_json(target)).encode()}
 
 
@@ -212,39 +197,30 @@ def read_shards(folder: Path) -> SampleStore:
 
 
 def row_ends(folder: Path) -> dict[str, tuple[bool, str]]:
-    """{id: (whether the row has loss spans, why its last reply ended)} for every row of the set.
+    """{id: (whether the row has loss spans, why its last reply ended)} for every row of the set, whose prompts are
+    therefore done.
 
     UserError for a damaged shard or a repeated id.
     """
     ends: dict[str, tuple[bool, str]] = {}
     ids = []
     for path in shard_paths(folder):
-        batch = _read(_open(path), path, None, ["id", "loss_spans", "finish_reason"])
+        batch = _read(path, ["id", "loss_spans", "finish_reason"])
         ids.append(batch.column("id"))
-        spans = pc.list_value_length(batch.column("loss_spans"))
+        spans = pc.greater(pc.list_value_length(batch.column("loss_spans")), 0).to_pylist()
         reasons = map(sys.intern, batch.column("finish_reason").to_pylist())
-        found = zip(pc.greater(spans, 0).to_pylist(), reasons, strict=True)
-        ends |= zip(batch.column("id").to_pylist(), found, strict=True)
-    _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
+        ends |= zip(ids[-1].to_pylist(), zip(spans, reasons, strict=True), strict=True)
+    _check_unique_ids(ids, folder)
     return ends
 
 
-def done_ids(folder: Path) -> set[str]:
-    """Ids of the prompts that are done: those of all rows. UserError as in `row_ends`."""
-    return set(row_ends(folder))
-
-
-def ids_in(path: Path) -> list[str]:
-    """The ids of a shard. UserError if they cannot be read."""
-    return _read(_open(path), path, None, ["id"]).column("id").to_pylist()
-
-
-def check_shard(path: Path) -> list[str]:
-    """The ids of a shard, all of whose rows are read. UserError for damage and for spans outside their tokens."""
-    rows = _rows_of_batch(_read(_open(path), path, None, SCHEMA.names))
-    for row in rows:
-        _check_spans(row, path)
-    return [row["id"] for row in rows]
+def ids_in(path: Path, check_rows: bool = False) -> list[str]:
+    """The ids of a shard. UserError if they cannot be read; with `check_rows` all rows are read, and spans must lie
+    within their tokens."""
+    batch = _read(path, SCHEMA.names if check_rows else ["id"])
+    if check_rows:
+        _check_spans(batch, path)
+    return batch.column("id").to_pylist()
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -271,10 +247,11 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def _read(
-    file: pq.ParquetFile, path: Path, group: int | None, columns: list[str]
+    path: Path, columns: list[str], opened: pq.ParquetFile | None = None, group: int | None = None
 ) -> pa.RecordBatch:
-    """The columns of one row group, or of all (None), cast to SCHEMA, as one record batch."""
+    """The columns of one row group of a shard, or of all (None), cast to SCHEMA, as one record batch."""
     schema = pa.schema([SCHEMA.field(name) for name in columns])
+    file = opened or _open(path)
     with _errors_named(path):
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
         if OPTIONAL in columns and OPTIONAL not in table.column_names:
@@ -312,22 +289,23 @@ def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
     ]
 
 
-def _check_spans(row: SampleRow, path: Path) -> None:
-    length = len(row["input_ids"])
-    for span in row["loss_spans"]:
-        if len(span) != 2 or not 0 <= span[0] < span[1] <= length:
-            raise UserError(
-                f"shard {path}: loss span {span} of id {row['id']} does not lie within its "
-                f"{length} tokens: run train/sample.py again, which re-does this shard"
-            )
+def _check_spans(batch: pa.RecordBatch, path: Path) -> None:
+    """UserError for a row with a loss span outside its tokens."""
+    for row in _rows_of_batch(batch):
+        length = len(row["input_ids"])
+        for span in row["loss_spans"]:
+            if len(span) != 2 or not 0 <= span[0] < span[1] <= length:
+                raise UserError(
+                    f"shard {path}: loss span {span} of id {row['id']} does not lie within its "
+                    f"{length} tokens: run train/sample.py again, which re-does this shard"
+                )
 
 
-def _check_unique_ids(ids: pa.ChunkedArray, folder: Path) -> None:
-    if pc.count_distinct(ids).as_py() == len(ids):
-        return
-    counts = pc.value_counts(ids)
-    twice = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"]
-    raise UserError(
-        f"id {twice} occurs twice in {folder / 'shards'}: run train/sample.py again, which sets one of the shards "
-        "that hold it aside"
-    )
+def _check_unique_ids(columns: list[pa.Array], folder: Path) -> None:
+    counts = pc.value_counts(pa.chunked_array(columns, pa.string()))
+    twice = counts.filter(pc.greater(counts.field("counts"), 1))
+    if len(twice) > 0:
+        raise UserError(
+            f"id {twice[0]['values']} occurs twice in {folder / 'shards'}: run train/sample.py again, which sets one "
+            "of the shards that hold it aside"
+        )

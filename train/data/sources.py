@@ -16,21 +16,16 @@ from eval.tasks.dataset_specs import BUNDLED_PROMPTS
 from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
-from train.data.prompts import Prompt, make_prompt, prompt_text
+from train.data.conversations import Prompt, make_prompt, prompt_text
 from train.settings.data import PromptSource
 
 DOMAINS = ("code", "prose", "arithmetic")
-EXCERPT_LENGTHS = (200, 600)  # characters
 REPEATS = "dropped_as_repeats"
 EMPTY = "dropped_as_empty"
 UNANSWERED = "dropped_without_answer"
 REFUSED = "dropped_as_refused"
 """Names of the counts of rows that equal earlier ones, that hold nothing, for origin text that have no answer, and that
 cannot be read or encoded."""
-CHECKED_EARLY = 1000
-"""Rows after which the share of refused ones is checked for the first time."""
-NAMED_ROWS = 3
-"""Refused rows that are named; the others are counted."""
 
 
 @dataclass
@@ -53,17 +48,15 @@ class ReadLog:
     """{what helps, which is the end of a reason: refused rows}."""
     first_of: dict[str, str] = field(default_factory=dict)
     """Place and reason of the first row of each cause."""
-    rendered: int = 0
-    """Prompts that were rendered with the target's chat template already."""
-    first_rendered: str = ""
-    """The place of the first of them, and the mark of the template in it."""
+    rendered: list[str] = field(default_factory=list)
+    """The place of each prompt that was rendered with the target's chat template already, and the mark in it."""
 
     def refuse(self, error: str) -> None:
         """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
         if self.max_bad_rows == 0:
             raise UserError(error)
         self.dropped[REFUSED] += 1
-        self.refused += [error][: NAMED_ROWS - len(self.refused)]
+        self.refused += [error][: 3 - len(self.refused)]
         cause = error.rpartition(": ")[2]
         self.causes[cause] += 1
         self.first_of.setdefault(cause, error)
@@ -86,38 +79,38 @@ class ReadLog:
         if number := self.dropped[UNANSWERED]:
             rows = f"{number} row{'s' * (number > 1)} without an answer skipped"
             said.append(f"{rows}, such as {self.unanswered}: {ANSWER_ADVICE}")
+        said += [f"skipped {error}" for error in self.refused]
         if refused := self.dropped[REFUSED]:
-            said += [f"skipped {error}" for error in self.refused]
             said.append(f"{refused} of {self.rows} rows refused and skipped")
         if self.rendered:
             said.append(
-                f"{self.rendered} prompts were rendered with a chat template already, such as {self.first_rendered}: "
+                f"{len(self.rendered)} prompts were rendered with a chat template already, such as {self.rendered[0]}: "
                 f"the template renders them once more; {RENDERED_ADVICE}"
             )
         return said
 
 
+NO_PROMPTS = "the sources hold no prompts: add a source or raise a limit"
 ANSWER_ADVICE = (
     "origin text learns answers, and asks no one: name their column (`response` of the source), or a column of whole "
     "texts (`column`)"
 )
-
-
 RENDERED_ADVICE = "give the chats as `messages`, or the bare questions (`column` of the source)"
 
 
 def check(source: PromptSource, answered: bool) -> None:
     """UserError for settings of a source that cannot work; `answered` is True for origin text."""
+    wrong = ""
     if source.kind == "bundled" and source.path not in (*DOMAINS, "all"):
-        raise UserError(
-            f"source bundled: path {source.path!r} must be one of {', '.join(DOMAINS)}, all"
-        )
-    if source.kind in ("file", "hub") and source.path == "":
-        raise UserError(f"source {source.kind}: path is empty: name the {source.kind} data to read")
-    if source.kind == "stdlib" and source.limit is None and not answered:
-        raise UserError("source stdlib: limit is missing: set how many excerpts to take")
-    if answered and source.samples > 1:
-        raise UserError(f"source {source.kind}: a text is used once: set samples to 1")
+        wrong = f"path {source.path!r} must be one of {', '.join(DOMAINS)}, all"
+    elif source.kind in ("file", "hub") and source.path == "":
+        wrong = f"path is empty: name the {source.kind} data to read"
+    elif source.kind == "stdlib" and source.limit is None and not answered:
+        wrong = "limit is missing: set how many excerpts to take"
+    elif answered and source.samples > 1:
+        wrong = "a text is used once: set samples to 1"
+    if wrong:
+        raise UserError(f"source {source.kind}: {wrong}")
 
 
 def read_prompts(
@@ -199,18 +192,15 @@ def read_source(
             parts = python_corpus.read_modules(False), python_corpus.read_help_topics(False)
             found = [make_prompt("stdlib", text, 0) for part in parts for text in part.values()]
         else:  # bundled prompts are texts to continue, not questions
-            found = [
-                prompt
-                for name in (DOMAINS if source.path == "all" else (source.path,))
-                for prompt in _read_prompt_file(root / "train" / f"{name}.jsonl", f"bundled/{name}")
-            ]
+            names = DOMAINS if source.path == "all" else (source.path,)
+            files = {f"bundled/{name}": root / "train" / f"{name}.jsonl" for name in names}
+            found = [x for label, path in files.items() for x in _read_prompt_file(path, label)]
         if shuffle is not None:
             rng.shuffle(found)
         yield from found
 
 
 def _read_prompt_file(path: Path, label: str = "") -> Iterator[Prompt]:
-    """The prompts of a file or a folder. UserError names the place of a bad one."""
     source = PromptSource("file")
     return _read_rows(read_rows(path, source.split), label, source, False, ReadLog())
 
@@ -225,11 +215,7 @@ def evaluation_texts(
 
 
 def _read_rows(
-    rows: Iterable[DatasetRow],
-    label: str,
-    source: PromptSource,
-    answered: bool,
-    log: ReadLog,
+    rows: Iterable[DatasetRow], label: str, source: PromptSource, answered: bool, log: ReadLog
 ) -> Iterator[Prompt]:
     """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others."""
     for item in rows:
@@ -239,7 +225,7 @@ def _read_rows(
             prompt = _read_row(item, label, source, answered, log)
         except UserError as error:
             log.refuse(str(error))
-        if log.rows == CHECKED_EARLY:
+        if log.rows == 1000:  # long before the end of a file in which hardly anything is right
             log.check_share()
         if prompt is not None:
             yield prompt
@@ -255,7 +241,7 @@ def _read_row(
     where = item.location
     row = read_row(item, answered, source.column, source.response)
     content = None if row is None else row.answered() if answered else row.question()
-    if content is not None and row is not None:
+    if row is not None and content is not None:
         if isinstance(content, list):
             check_said(content, where)
         if (label, *row.columns) not in log.forms:
@@ -264,16 +250,16 @@ def _read_row(
     if answered and row is not None:
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where
-    elif source.kind == "file":
-        if row is not None:
-            raise UserError(f"{item.name(row.columns[0])} holds replies alone: remove the line")
+    elif source.kind != "file":
+        log.dropped[EMPTY] += 1
+    elif row is not None:
+        raise UserError(f"{item.name(row.columns[0])} holds replies alone: remove the line")
+    else:
         own = [form.column for form in FORMS if form.column in item.fields]
         columns = [source.column] if source.column else own
-        verb = "is" if len(columns) == 1 else "are"
         names = ", ".join(f"`{column}`" for column in columns)
+        verb = "is" if len(columns) == 1 else "are"
         raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
-    else:
-        log.dropped[EMPTY] += 1
     return None
 
 
@@ -281,7 +267,7 @@ def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
     """Excerpts of 200 to 600 characters, whole lines, at random places of modules that are not held out."""
     sources = list(python_corpus.read_modules(False).values())
     ends = list(itertools.accumulate(len(text) for text in sources))
-    shortest, longest = EXCERPT_LENGTHS
+    shortest, longest = 200, 600
     for _ in range(tries):
         text = rng.choices(sources, cum_weights=ends)[0]
         start = text.find("\n", rng.randrange(len(text))) + 1

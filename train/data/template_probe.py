@@ -9,8 +9,7 @@ from typing import Any, Literal
 from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
 from eval.tasks.row_forms import message_text
-from train.data.conversations import PROBE_REPLY
-from train.data.prompts import Prompt
+from train.data.conversations import PROBE_REPLY, Prompt
 
 SYSTEM, USER, REPLY, NEXT, LAST = "Qsys0", "Qask1", "Qsay2", "Qask3", "Qsay4"
 """Placeholders of contents; they begin and end with letters, so that trimming does not change them."""
@@ -55,7 +54,6 @@ class ChatTemplate:
     """The template's text begins with BOS, and the tokenizer puts another one in front."""
 
     def facts(self) -> dict[str, str]:
-        """What the report lists of the template."""
         return {
             "generation prompt": self.opening,
             "token that ends a turn": self.tokenizer.decode(self.turn_end),
@@ -88,37 +86,36 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     """What the tokenizer's template does. None without a template, or if it renders no simple chat."""
     if tokenizer.chat_template is None:
         return None
-    closed = render(tokenizer, [user(USER)])
-    opened = render(tokenizer, [user(USER)], True)
-    answered = render(tokenizer, [user(USER), assistant(REPLY)])
+    asked = [user(USER)]
+    closed, opened = render(tokenizer, asked), render(tokenizer, asked, True)
+    answered = render(tokenizer, [*asked, assistant(REPLY)])
     if closed is None or opened is None or answered is None or USER not in opened:
         return None
-    user_to_reply = _after(opened, USER)
+    user_to_reply = opened.rpartition(USER)[2]
     opening = opened[len(closed) :] if opened.startswith(closed) else ""
     opening = opening or user_to_reply  # "[/INST]" belongs to the user's message
     thinks, plain = (
-        render(tokenizer, [user(USER)], True, arguments={"enable_thinking": value})
+        render(tokenizer, asked, True, arguments={"enable_thinking": value})
         for value in (True, False)
     )
-    bos = tokenizer.bos_token_id
     others = {thinks, plain} - {opened, None} if thinks != plain else set()
     last_end = answered.split(REPLY)[-1] if REPLY in answered else ""
-    with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
+    with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, *asked], True)
     system = _kept(with_system, SYSTEM)
     call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
-    calls: Messages = [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls: Messages = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
     parameters = {"type": "object", "properties": {}}
     function = {"name": TOOL, "description": "probe", "parameters": parameters}
     tools = [{"type": "function", "function": function}]
-    thoughtful = [user(USER), assistant(PROBE_REPLY), user(NEXT)]
-    history = render(tokenizer, thoughtful, True)
-    longer = render(tokenizer, [user(USER), assistant(REPLY), user(NEXT)], True)
+    history = render(tokenizer, [*asked, assistant(PROBE_REPLY), user(NEXT)], True)
+    longer = render(tokenizer, [*asked, assistant(REPLY), user(NEXT)], True)
+    bos = tokenizer.bos_token_id
     return ChatTemplate(
         tokenizer=tokenizer,
         opening=opening,
         opening_ids=_encode(tokenizer, opening),
-        other_openings=tuple(sorted(_after(text, USER) for text in others if text is not None)),
+        other_openings=tuple(sorted(text.rpartition(USER)[2] for text in others if text)),
         turn_end=_encode(tokenizer, last_end)[:1],
         before_user=opened.split(USER)[0],
         before_system=(with_system or "").split(SYSTEM)[0] if system == "kept" else "",
@@ -127,7 +124,7 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
         user_to_earlier=_between(longer, USER, REPLY) or user_to_reply,
         reply_to_user=_between(longer, REPLY, NEXT),
         system=system,
-        tools=_kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL),
+        tools=_kept(render(tokenizer, asked, True, tools=tools), TOOL),
         tool_calls=_kept(render(tokenizer, calls), TOOL),
         tool_results=_kept(render(tokenizer, [*calls, result], True), LAST),
         has_thinking_switch=thinks != plain,
@@ -147,7 +144,7 @@ def unrender(template: ChatTemplate, text: str) -> Messages | None:
     if not template.user_to_reply:
         return None
     if text.startswith(template.before_user):
-        rest = text[len(template.before_user) :]
+        rest = text.removeprefix(template.before_user)
     elif template.before_system and text.startswith(template.before_system):
         system, found, rest = text[len(template.before_system) :].partition(template.system_to_user)
         if not found:
@@ -163,12 +160,10 @@ def unrender(template: ChatTemplate, text: str) -> Messages | None:
         messages.append(user(asked))
         if rest == "":
             return messages
-        separator = template.reply_to_user or "\0"
-        said, found, rest = rest.partition(separator)
+        said, found, rest = rest.partition(template.reply_to_user or "\0")
         if not found:
             said = said.rstrip() if end and said.rstrip().endswith(end) else said
-            messages.append(assistant(said.removesuffix(end)))
-            return messages
+            return [*messages, assistant(said.removesuffix(end))]
         messages.append(assistant(said))
 
 
@@ -182,12 +177,7 @@ def _partition(text: str, *separators: str) -> tuple[str, str, str]:
     return text.partition(min(places)[2]) if places else (text, "", "")
 
 
-def _after(text: str, before: str) -> str:
-    return text.rpartition(before)[2]
-
-
 def _between(text: str | None, before: str, after: str) -> str:
-    """What stands between two placeholders; "" if one of them is missing."""
     if text is None or before not in text or after not in text:
         return ""
     return text.split(before)[-1].split(after)[0]

@@ -39,18 +39,16 @@ def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | Non
     None if `size` covers the vocabulary [V] of the counts: no mapping is needed.
     """
     kept = sorted(set(always))
-    if len(kept) > 0 and not 0 <= kept[0] <= kept[-1] < len(counts):
+    least = max(1, len(kept))
+    if not 0 <= min(kept, default=0) <= max(kept, default=0) < len(counts):
         raise UserError(f"token ids to keep must lie in 0..{len(counts) - 1}, not {kept}")
     if size >= len(counts):
         return None
-    if size < max(1, len(kept)):
-        raise UserError(
-            f"a draft vocabulary of {size} cannot hold {max(1, len(kept))} tokens: make it larger"
-        )
+    if size < least:
+        raise UserError(f"a draft vocabulary of {size} cannot hold {least} tokens: make it larger")
     if int(counts.sum()) == 0:
         raise UserError("no supervised token was counted, so none is frequent: sample more answers")
-    rank = counts.clone()
-    rank[kept] = torch.iinfo(rank.dtype).max
+    rank = counts.index_fill(0, torch.tensor(kept, dtype=torch.long), torch.iinfo(counts.dtype).max)
     return rank.argsort(descending=True, stable=True)[:size].sort().values
 
 

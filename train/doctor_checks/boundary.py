@@ -10,7 +10,7 @@ from typing import Any
 
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
-from train.data.prompts import Prompt
+from train.data.conversations import Prompt
 from train.data.template_probe import ChatTemplate, render, user
 from train.doctor_checks.findings import Tally
 from train.doctor_checks.rows import SeenRow, decode
@@ -51,7 +51,6 @@ class BoundaryCheck:
             self._check_tokens(row)
 
     def finish(self) -> None:
-        """Tells by how many tokens masks are wrong."""
         late = sum(number for offset, number in self.offsets.items() if offset > 0)
         self.tally.said |= {
             "by": ", ".join(f"{offset:+d}" for offset in sorted(self.offsets)[:6]),
@@ -65,23 +64,22 @@ class BoundaryCheck:
         wrong = [offset for offset in offsets if offset]
         if None in offsets:
             self.tally.add("reply without generation prompt", row)
-        elif wrong:
+            return False
+        if wrong:
             self.offsets.update(wrong)
             self.tally.add("mask begins at the wrong token", row, sum(map(abs, wrong)))
-        return None not in offsets and not wrong
+        return not wrong
 
     def _offset(self, row: SeenRow, start: int) -> int | None:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
             golden = golden_ids(row.tokenizer, prompt.asked, prompt.tools, prompt.arguments)
-            near = abs(start - len(golden)) <= FARTHEST
-            if near and golden and row.ids[: len(golden)] == golden:
-                return start - len(golden)
-        if row.template is None:
-            return 0
-        opening = row.template.opening_ids
-        if opening and row.ids[max(0, start - len(opening)) : start] == opening:
+            by = start - len(golden)
+            if golden and abs(by) <= FARTHEST and row.ids[: len(golden)] == golden:
+                return by
+        opening = row.template.opening_ids if row.template else []
+        if row.template is None or (opening and row.ids[:start][-len(opening) :] == opening):
             return 0
         return opening_offset(row.template, row.ids, start)
 
@@ -112,20 +110,19 @@ class BoundaryCheck:
                 self.tally.add("chat cannot be read back", row)
             return
         given = row.ids[: row.spans[0][0]]
-        same = golden_ids(row.tokenizer, before, tools, arguments) == given
-        if not same and not self._is_switched(row, before, tools):
+        if golden_ids(row.tokenizer, before, tools, arguments) == given:
+            return
+        modes = []
+        if row.template is not None and row.template.has_thinking_switch:
+            messages = [user(before)] if isinstance(before, str) else before
+            modes = [
+                render(
+                    row.tokenizer, messages, True, tools=tools, arguments={"enable_thinking": on}
+                )
+                for on in (True, False)
+            ]
+        if decode(row.tokenizer, given) not in modes:
             self.tally.add("prompt is rendered otherwise", row)
-
-    def _is_switched(self, row: SeenRow, before: str | Messages, tools: Tools | None) -> bool:
-        """Whether the template gives the row's prompt with enable_thinking true or false."""
-        if row.template is None or not row.template.has_thinking_switch:
-            return False
-        messages = [user(before)] if isinstance(before, str) else before
-        text = decode(row.tokenizer, row.ids[: row.spans[0][0]])
-        modes = ({"enable_thinking": on} for on in (True, False))
-        return text in [
-            render(row.tokenizer, messages, True, tools=tools, arguments=mode) for mode in modes
-        ]
 
     def _check_rendering(self, row: SeenRow) -> None:
         """Counts a row whose whole chat, rendered by the template, is another text."""
@@ -150,13 +147,11 @@ class BoundaryCheck:
             return
         self.tally.looked["tokenised"] += 1
         again = list(row.tokenizer(row.text, add_special_tokens=False)["input_ids"])
-        if again == row.ids:
-            return
         place = common_prefix(again, row.ids)
-        merged = any(place == start - 1 for start, _ in row.spans)
-        self.tally.add(
-            "tokens merge across the boundary" if merged else "text is tokenised otherwise", row
-        )
+        if any(place == start - 1 for start, _ in row.spans):
+            self.tally.add("tokens merge across the boundary", row)
+        elif again != row.ids:
+            self.tally.add("text is tokenised otherwise", row)
 
 
 def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | None:
@@ -195,6 +190,5 @@ def messages_before_reply(row: SeenRow) -> Messages | None:
 
 
 def common_prefix(a: Any, b: Any) -> int:
-    """Length of what two sequences have in common at their beginning."""
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return min(len(a), len(b)) if same is None else same
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))

@@ -15,8 +15,6 @@ from train.doctor_checks.findings import Tally, percent
 from train.doctor_checks.rows import SeenRow
 
 FENCE = "```"
-LEAST_SHARE = 0.01
-"""Scripts with a smaller share of the letters are not listed."""
 
 
 class OverlapCheck:
@@ -65,30 +63,24 @@ class MixCheck:
         self.characters = self.digits = self.code = self.fenced = 0
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row; its characters only if it is in the chosen sample."""
         self.lengths[1 << max(0, len(row.ids) - 1).bit_length()] += 1
         self.sources[row.row["source"]] += 1
         if not row.chosen:
             return
         said = "\n".join(row.replies) if row.replies else row.asked
-        scripts = scripts_of(said)
+        scripts, asked = scripts_of(said), scripts_of(row.asked)
         self.scripts += scripts
         self.characters += len(said)
         self.digits += sum(character.isdigit() for character in said)
         self.code += sum(map(len, said.split(FENCE)[1::2]))
         self.fenced += FENCE in said
-        asked = scripts_of(row.asked)
-        if (
-            row.replies
-            and scripts
-            and asked
-            and scripts.most_common(1)[0][0] != asked.most_common(1)[0][0]
-        ):
+        main, other = ({name for name, _ in found.most_common(1)} for found in (scripts, asked))
+        if row.replies and main and other and main != other:
             self.tally.add("answer in another script", row)
 
     def facts(self) -> dict[str, str | int]:
         letters, rows = self.scripts.total(), self.sources.total()
-        listed = [(s, n) for s, n in self.scripts.most_common() if n >= LEAST_SHARE * letters]
+        listed = [(s, n) for s, n in self.scripts.most_common() if n >= 0.01 * letters]
         sources = self.sources.most_common(8)
         return {
             "scripts": ", ".join(f"{s} {percent(n, letters)}" for s, n in listed) or "none",
@@ -101,12 +93,7 @@ class MixCheck:
 
 
 def scripts_of(text: str) -> Counter[str]:
-    """{script: letters of it}."""
-    found: Counter[str] = Counter()
-    for character, number in Counter(text).items():
-        if character.isalpha():
-            found[script_of(character)] += number
-    return found
+    return Counter(script_of(character) for character in text if character.isalpha())
 
 
 @lru_cache(maxsize=100_000)
@@ -126,33 +113,26 @@ class CoverageCheck:
         self.counts = np.zeros((2, vocab_size), dtype=np.int64)
         """[2, V]: supervised tokens of even and of odd rows."""
         self.rows = 0
+        self.shares: dict[int, float] = {}
+        """{size: share of the odd rows' labels in the vocabulary of that size that the even rows choose}."""
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row, whose ids lie in the vocabulary."""
         np.add.at(self.counts[self.rows % 2], np.asarray(row.ids, dtype=np.int64)[row.labels], 1)
         self.rows += 1
 
     def finish(self) -> None:
-        """Reports each vocabulary that misses at least the share `worth` of the labels."""
-        self.shares = self._measure_shares()
-        for size, share in self.shares.items():
-            if 1 - share >= self.tally.worth:
-                self.tally.report(
-                    "draft vocabulary of {size:,}", self.rows, self.rows,
-                    size=size, missed=100 * (1 - share),
-                )  # fmt: skip
-
-    def _measure_shares(self) -> dict[int, float]:
-        """{size: share of the odd rows' labels in the vocabulary of that size that the even rows choose}.
-
-        Sizes that hold the whole vocabulary are left out; {} if a half has no labels.
-        """
-        even, odd = torch.from_numpy(self.counts[0]), torch.from_numpy(self.counts[1])
-        if int(even.sum()) == 0 or int(odd.sum()) == 0:
-            return {}
-        sizes = [size for size in self.sizes if size > len(self.eos)]
-        built = {size: vocab_mapping.build(even, size, self.eos) for size in sizes}
-        return {n: vocab_mapping.coverage(ids, odd) for n, ids in built.items() if ids is not None}
+        """Measures `shares`, and reports each vocabulary that misses at least the share `worth` of the labels."""
+        even, odd = torch.from_numpy(self.counts)
+        both = even.any() and odd.any()
+        for size in [size for size in self.sizes if both and size > len(self.eos)]:
+            ids = vocab_mapping.build(even, size, self.eos)
+            if ids is None:  # all tokens
+                continue
+            self.shares[size] = vocab_mapping.coverage(ids, odd)
+            missed = 1 - self.shares[size]
+            if missed >= self.tally.worth:
+                kind = "draft vocabulary of {size:,}"
+                self.tally.report(kind, self.rows, self.rows, size=size, missed=100 * missed)
 
     def facts(self) -> dict[str, str | int]:
         used = int(np.count_nonzero(self.counts.sum(0)))

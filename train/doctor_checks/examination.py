@@ -16,11 +16,11 @@ from decode.common.errors import UserError
 from decode.common.template_choice import describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import Conversation
+from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.data.manifest import load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.prompts import Prompt, encode_prompt
 from train.data.sources import (
+    NO_PROMPTS,
     REFUSED,
     REPEATS,
     ReadLog,
@@ -28,9 +28,8 @@ from train.data.sources import (
     stream_prompts,
 )
 from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
-from train.doctor_checks.answers import AnswerCheck
+from train.doctor_checks.answers import AnswerCheck, FeatureCheck, check_sources, check_template
 from train.doctor_checks.boundary import BoundaryCheck
-from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row
@@ -73,9 +72,9 @@ class Renderings:
         simple chat, or after too many others)."""
         template = {**setting, **(own or {})}
         key = json.dumps(template, sort_keys=True)
-        if own and key not in self._found and len(self._found) >= MOST_RENDERINGS:
-            return self.of(setting)[0], None
         if key not in self._found:
+            if own and len(self._found) >= MOST_RENDERINGS:
+                return self.of(setting)[0], None
             tokenizer = with_template(self.bare.tokenizer, template)
             reader = replace(self.bare, tokenizer=tokenizer, template=template)
             self._found[key] = reader, probe(tokenizer)
@@ -118,12 +117,9 @@ def examine_sets(
     facts: dict[str, str | int] = {
         "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered and tokenised again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
-        **features.facts(),
-        **mix.facts(),
-        **coverage.facts(),
     }
-    findings, examples = tally.findings()
-    return Examination(looked["rows"], labels, facts, findings, shown_rows(s, examples, first))
+    facts |= features.facts() | mix.facts() | coverage.facts()
+    return _examination(s, tally, looked["rows"], facts, first)
 
 
 def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator[SeenRow]:
@@ -145,7 +141,7 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
             )  # fmt: skip
             kind = "made with another chat template"
             tally.report(kind, len(store), len(store), path=part.path, other=other)
-        chosen = set(mixture.shuffled(len(store), s.seed)[: s.rows or None].tolist())
+        chosen = _chosen(s, len(store))
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
             own = json.loads(row.get("chat_template_kwargs", "null"))
@@ -164,10 +160,10 @@ def examine_prompts(
     overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
     mix = MixCheck(tally)
     tally.said |= {"context": reader.context, "refused": "; ".join(log.refused), "items": "prompts"}
+    tally.looked["rows"] = len(prompts)
     seen: list[tuple[SeenRow, Prompt]] = []
-    chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
+    chosen = _chosen(s, len(prompts))
     for i, prompt in enumerate(prompts):
-        tally.looked["rows"] += 1
         try:
             ids = encode_prompt(bare.tokenizer, prompt)
             bare.check_embedded(Conversation([ids], []))
@@ -195,9 +191,7 @@ def examine_prompts(
     check_template(tally, reader.tokenizer, template, reader.eos)
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
     facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
-    findings, examples = tally.findings()
-    shown = shown_rows(s, examples, [row for row, _ in seen[: s.show]])
-    return Examination(len(prompts), 0, facts, findings, shown)
+    return _examination(s, tally, len(prompts), facts, [row for row, _ in seen[: s.show]])
 
 
 def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
@@ -206,7 +200,7 @@ def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
     prompts = list(stream_prompts(s.sources, s.seed, log))
     log.check_share()
     if len(prompts) == 0:
-        raise UserError("the sources hold no prompts: add a source or raise a limit")
+        raise UserError(NO_PROMPTS)
     return prompts, log
 
 
@@ -219,6 +213,15 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
     return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
 
 
-def shown_rows(s: DoctorConfig, examples: list[SeenRow], first: list[SeenRow]) -> list[SeenRow]:
-    """The examples, then the first rows; each once, `show` in all."""
-    return list({row.id: row for row in [*examples, *first]}.values())[: s.show]
+def _chosen(s: DoctorConfig, count: int) -> set[int]:
+    """Which of `count` rows are rendered and tokenised again."""
+    return set(mixture.shuffled(count, s.seed)[: s.rows or None].tolist())
+
+
+def _examination(
+    s: DoctorConfig, tally: Tally, rows: int, facts: dict[str, str | int], first: list[SeenRow]
+) -> Examination:
+    """What the tally found; shown are examples of findings, then the first rows, each once."""
+    findings, examples = tally.findings()
+    shown = list({row.id: row for row in [*examples, *first]}.values())[: s.show]
+    return Examination(rows, tally.labels, facts, findings, shown)

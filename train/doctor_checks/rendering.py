@@ -1,20 +1,26 @@
-"""Samples with their loss mask, and the findings: for a terminal, as an HTML page, and as JSON."""
+"""Samples with their loss mask, and the findings: for a terminal, and as an HTML page of what a terminal shows."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from eval.reporting.formatting import html_templates
 from train.doctor_checks.examination import Examination
 from train.doctor_checks.rows import SeenRow, decode
 
 LABEL_STYLE, READ_STYLE = "bold green", "dim"
 SEVERITY_STYLES = {"stops": "bold red", "costs": "yellow", "note": "cyan"}
-PAGE = "doctor.html.j2"
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Data for a target</title>
+<style>body {{ margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: {background}; color: {foreground}; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.5 ui-monospace, monospace; }}
+span[style*="#008000"] {{ background: #d5f2df; }}</style></head>
+<body><pre>{code}</pre></body></html>
+"""
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= dict.fromkeys(range(127, 160), "�")
 """{control character: what is shown for it}."""
@@ -50,37 +56,36 @@ def masked_texts(row: SeenRow, limit: int) -> list[MaskedText]:
     return pieces
 
 
-def visible(text: str) -> str:
+def visible(text: str, style: str = "") -> Text:
     """The text with control characters as pictures, line feeds and tabs excepted: a terminal would obey them."""
-    return text.translate(PICTURES)
-
-
-def describe_row(row: SeenRow) -> str:
-    labels = int(row.labels.sum())
-    ended = f", ended by {row.row['finish_reason']}" if row.spans else ""
-    name = visible(f"{row.id} ({row.row['source']})")
-    return f"{name}: {len(row.ids):,} tokens, {labels:,} supervised{ended}"
+    return Text(text.translate(PICTURES), style=style)
 
 
 def print_samples(console: Console, rows: Sequence[SeenRow], limit: int) -> None:
     """Prints samples in colour; without colours supervised text stands in ⟦ ⟧."""
     for row in rows:
-        console.print(Text(describe_row(row), style="bold"))
+        ended = f", ended by {row.row['finish_reason']}" if row.spans else ""
+        about = f"{row.id} ({row.row['source']}): {len(row.ids):,} tokens, {row.labels.sum():,} supervised{ended}"
+        console.print(visible(about, "bold"), soft_wrap=True)
         shown = Text()
         for piece in masked_texts(row, limit):
             marked = piece.supervised and not console.is_terminal
-            text = f"⟦{visible(piece.text)}⟧" if marked else visible(piece.text)
-            shown.append(text, style=LABEL_STYLE if piece.supervised else READ_STYLE)
+            style = LABEL_STYLE if piece.supervised else READ_STYLE
+            shown += visible(f"⟦{piece.text}⟧" if marked else piece.text, style)
         console.print(shown, soft_wrap=True, highlight=False)
         console.print()
 
 
+def print_facts(console: Console, title: str, facts: Mapping[str, object]) -> None:
+    console.print(Text(title, style="bold"))
+    for name, value in facts.items():
+        console.print(visible(f"  {name}: {value}"), soft_wrap=True, highlight=False)
+    console.print()
+
+
 def print_findings(console: Console, title: str, examined: Examination) -> None:
     """Prints the facts and the findings, the gravest first."""
-    console.print(Text(title, style="bold"))
-    for name, value in examined.facts.items():
-        console.print(Text(visible(f"  {name}: {value}")), soft_wrap=True, highlight=False)
-    console.print()
+    print_facts(console, title, examined.facts)
     for finding in examined.findings:
         head = Text(f"{finding.severity:<5} ", style=SEVERITY_STYLES[finding.severity])
         head.append(f"{finding.name} ({finding.rows:,} of {finding.of:,})", style="bold")
@@ -89,7 +94,7 @@ def print_findings(console: Console, title: str, examined: Examination) -> None:
         if finding.examples:
             lines.append("examples: " + ", ".join(finding.examples))
         for line in lines:
-            console.print(Text(visible(f"      {line}")), soft_wrap=True, highlight=False)
+            console.print(visible(f"      {line}"), soft_wrap=True, highlight=False)
     if not examined.findings:
         console.print(Text("nothing was found", style="green"))
     console.print()
@@ -99,12 +104,10 @@ def render_page(
     target: str, template: dict[str, str], parts: dict[str, Examination], limit: int
 ) -> str:
     """One HTML page that needs no other file and no script. `parts`: {title: what was found}."""
-    environment = html_templates(Path(__file__).parent)
-    samples = {
-        title: [(describe_row(row), masked_texts(row, limit)) for row in examined.shown]
-        for title, examined in parts.items()
-    }
-    environment.filters["visible"] = visible
-    return environment.get_template(PAGE).render(
-        target=target, template=template, parts=parts, samples=samples
-    )
+    page = Console(record=True, file=io.StringIO(), force_terminal=True, width=120)
+    print_facts(page, f"Data for {target}", {})
+    for title, examined in parts.items():
+        print_findings(page, title, examined)
+        print_samples(page, examined.shown, limit)
+    print_facts(page, "The target's chat template", template)
+    return page.export_html(code_format=PAGE, inline_styles=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from decode.common.chat_template import Messages
 from train.data.batching import label_mask
-from train.data.prompts import Prompt
+from train.data.conversations import Prompt
 from train.data.sample_store import SampleRow
 from train.data.template_probe import ChatTemplate, unrender
 
@@ -27,7 +27,6 @@ class SeenRow:
 
     @functools.cached_property
     def ids(self) -> list[int]:
-        """[T] token ids."""
         return np.asarray(self.row["input_ids"]).tolist()
 
     @functools.cached_property
@@ -37,7 +36,6 @@ class SeenRow:
 
     @property
     def spans(self) -> list[list[int]]:
-        """[start, end) of each reply."""
         return self.row["loss_spans"]
 
     @property
@@ -78,7 +76,6 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def prompt_row(prompt: Prompt, ids: list[int]) -> SampleRow:
-    """A prompt as a row without labels."""
     return {
         "id": prompt.id,
         "source": prompt.source,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.common.errors import UserError
 from decode.drafts import blocks
 from decode.drafts.blocks import DFlashDraft
 from decode.drafts.dflash_model import DFlashModel
@@ -192,6 +192,16 @@ def _repeat_heads(groups: int, *tensors: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(groups, 1) for x in tensors]
 
 
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The layers of a target with `layers` whose input states DFlash's authors read: five, or fewer of a small target.
+
+    UserError for a target with fewer than four.
+    """
+    if layers < 4:
+        raise UserError(f"a target of {layers} layers has no default taps: name some in draft.taps")
+    return tuple(sorted({round(1 + i * (layers - 4) / 4) + 1 for i in range(5)}))
+
+
 def init_dflash(
     context: FamilyContext, s: DFlashSettings, counts: Tensor
 ) -> tuple[DFlashModel, Config]:
@@ -202,7 +212,7 @@ def init_dflash(
         config = load_saved_config(s.init, s.family)
         s.continued(config, target.runner.config.num_hidden_layers)
         return blocks.load_dflash(s.init, target, device, "float32").net, config
-    layers = tuple(s.taps) or layouts.default_aux_layers(target.runner.config.num_hidden_layers)
+    layers = tuple(s.taps) or default_taps(target.runner.config.num_hidden_layers)
     ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
     mask = choose_mask_token(s.mask_token, None, target.runner.embedding_rows, context.rows)

@@ -93,10 +93,15 @@ def card_images(
     α is that of chains with K = `k`, or of the longest chains if the report has none of that length (K tuned later).
     """
     found = []
+
+    def add(name: str, caption: str, svg: str, key: str) -> None:
+        found.append(CardImage(name, caption, plots.recolor(svg), key))
+
     for setting, entries in by_setting(in_order(own)).items():
         title, name = setting_title(*setting), f"t{setting[0]:g}-b{setting[1]}.svg"
         tasks = unique_names([m.task for m in entries])
-        key = marker_legend(tasks)
+        legend = plots.legend_entries(tasks)
+        key = ", ".join(f"{glyph} {escape_markdown(task)}" for glyph, _, task in legend)
         chains = [m for m in entries if m.tree is None and m.alpha.value is not None]
         lengths = {m.k for m in chains}
         shown = k if k in lengths else max(lengths, default=0)
@@ -106,7 +111,7 @@ def card_images(
             series = [plots.ChartSeries(m.task, alpha_points(m)) for m in one]
             svg = plots.line_chart(series, tasks, title, "position i", "α_i", ylim=PROBABILITY_YLIM)
             caption = f"Acceptance by position, {one[0].name}, K = {shown}"
-            found.append(CardImage(f"acceptance-{name}", caption, plots.recolor(svg), key))
+            add(f"acceptance-{name}", caption, svg, key)
         points = {
             (f"{m.name}, K {m.k}", m.task): estimate_point(m.speedup)
             for m in entries
@@ -116,19 +121,12 @@ def card_images(
             rows, label = unique_names([row for row, _ in points]), "× plain decoding (dashed)"
             limits = plots.axis_limits(points.values(), 1.0)
             svg = plots.dot_plot(points, rows, tasks, title, label, limits, 1.0)
-            found.append(CardImage(f"speedup-{name}", "Speed-up by task", plots.recolor(svg), key))
+            add(f"speedup-{name}", "Speed-up by task", svg, key)
     if curve is not None:
-        svg = plots.recolor(data_curve.curve_panel(curve, "tau"))
         key = f"{data_curve.marker_line(curve)}, dashed: fitted"
-        found.append(CardImage("data-curve.svg", data_curve.CAPTION, svg, key))
+        svg = data_curve.curve_panel(curve, "tau")
+        add("data-curve.svg", data_curve.CAPTION, svg, key)
     return found
-
-
-def marker_legend(tasks: Sequence[str]) -> str:
-    """The marker of each task, as text."""
-    return ", ".join(
-        f"{glyph} {escape_markdown(name)}" for glyph, _, name in plots.legend_entries(tasks)
-    )
 
 
 def slowdown_lines(own: Sequence[MethodResult]) -> list[str]:
@@ -147,13 +145,11 @@ def slowdown_lines(own: Sequence[MethodResult]) -> list[str]:
 
 
 def training_table(draft: DraftMetadata) -> Table:
-    """The training settings, one a row, without empty ones."""
     rows = flatten(draft.training or {})
     return Table("Training", ["setting", "value"], rows or [["recipe", NOT_RECORDED]])
 
 
 def cost_table(draft: DraftMetadata) -> Table:
-    """Time, tokens, hardware and samples of the training."""
     machine = to_json(draft.hardware) or {}
     rows = [
         ["wall time, s", recorded(draft.cost and draft.cost.wall_seconds)],
@@ -167,7 +163,6 @@ def cost_table(draft: DraftMetadata) -> Table:
 
 
 def data_table(draft: DraftMetadata) -> Table:
-    """The manifests of the sampled sets, one field a row."""
     rows = [row for name, made in dataset_manifests(draft) for row in flatten(made, name)]
     return Table("Data", ["manifest", "value"], rows or [["manifest", NOT_RECORDED]])
 

@@ -29,8 +29,7 @@ class CardInputs:
     """What a card is made from: published fields alone."""
 
     draft: DraftMetadata
-    config: Mapping[str, Any]
-    """The draft's config.json."""
+    config: Mapping[str, Any]  # the draft's config.json
     evidence: Evidence = Evidence()
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """{engine: findings of its rules} for each engine that was checked."""
@@ -165,11 +164,11 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
         tasks = unique_names([m.task for m in facts.own])
         named = ", ".join(name for name in tasks if name != ALL_TASKS) or "the tasks above"
         lines.append(f"Acceptance was measured on {named}; on other text it differs.")
-    if report is not None and any(m.speedup.value is not None for m in facts.own):
-        device = format_value(report.hardware.device)
-        lines.append(
-            f"Speed-ups are of draftsmith's engine on {device}; on other hardware or in another engine they differ."
-        )
+        if any(m.speedup.value is not None for m in facts.own):
+            lines.append(
+                f"Speed-ups are of draftsmith's engine on {format_value(report.hardware.device)}; on other hardware "
+                "or in another engine they differ."
+            )
     lines += other_targets(facts)
     lines += slowdown_lines(facts.own)
     if facts.config.get("max_position_embeddings"):
@@ -219,8 +218,7 @@ def tuning_note(facts: CardInputs) -> str:
     tuned = facts.evidence.tuned
     if tuned is None:
         return ""
-    batches = sorted({chain.cell.batch_size for chain in facts.tuned_chains})
-    batch = f", batch {batches[0]}" if batches else ""
+    batch = "".join(f", batch {chain.cell.batch_size}" for chain in facts.tuned_chains[:1])
     tasks = ", ".join(tuned.tasks) or NOT_RECORDED
     return f"Tuned on {tuned.hardware.device or NOT_RECORDED}{batch}, prompts of {tasks}."
 

@@ -26,14 +26,7 @@ from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
 from train.settings.training import HubLabels
 
-SIZE_CATEGORIES = (
-    (10**3, "n<1K"),
-    (10**4, "1K<n<10K"),
-    (10**5, "10K<n<100K"),
-    (10**6, "100K<n<1M"),
-    (10**7, "1M<n<10M"),
-)
-"""(number of rows below which it applies, the Hub's size category)."""
+SIZES = ("1K", "10K", "100K", "1M", "10M")  # borders of the Hub's size categories
 SHARD_NAME = re.compile(r"[0-9a-f]{1,16}\.parquet")
 
 
@@ -43,12 +36,9 @@ class DatasetStats:
 
     manifest: dict[str, Any]
     """Its published fields, without the list of shards, whose copies may be others."""
-    rows: Counter[tuple[str, str]]
-    """Number of rows."""
-    tokens: Counter[tuple[str, str]]
-    """Tokens of prompts and answers."""
-    supervised: Counter[tuple[str, str]]
-    """Generated tokens, which training learns."""
+    rows: Counter[tuple[str, str]]  # number of rows
+    tokens: Counter[tuple[str, str]]  # tokens of prompts and answers
+    supervised: Counter[tuple[str, str]]  # generated tokens, which training learns
 
 
 def read_stats(folder: Path, target: str = "") -> DatasetStats:
@@ -64,9 +54,7 @@ def read_stats(folder: Path, target: str = "") -> DatasetStats:
             "sampled it"
         )
     content = published(made, Manifest, MANIFEST_FILE, _asked_revision(folder))
-    rows: Counter[tuple[str, str]] = Counter()
-    tokens: Counter[tuple[str, str]] = Counter()
-    supervised: Counter[tuple[str, str]] = Counter()
+    rows, tokens, supervised = (Counter[tuple[str, str]]() for _ in range(3))
     leaks: dict[str, str] = {}
     for row in samples:
         kind = (_published_source(row["source"]), row["origin"])
@@ -108,24 +96,19 @@ def copy_shards(folder: Path, out: Path) -> None:
             target = from_json(ModelFingerprint, known)
         metadata = sample_store.target_metadata(target)
         columns = [n for n in sample_store.SCHEMA.names if n in fields.names]  # older ones lack one
-        extra = (
-            fields.names != columns
-            or (fields.metadata or None) != metadata
-            or any(f.metadata for f in fields)
-        )
-        if clean == sources and not extra:
+        extra = fields.names != columns or (fields.metadata or None) != metadata
+        if clean == sources and not extra and not any(f.metadata for f in fields):
             shutil.copyfile(path, out / "shards" / path.name)
-        else:
-            i = table.schema.get_field_index("source")
-            table = table.set_column(i, table.schema.field(i), pa.array(clean, pa.string()))
-            pq.write_table(
-                table.select(columns)
-                .cast(pa.schema([sample_store.SCHEMA.field(name) for name in columns]))
-                .replace_schema_metadata(metadata),
-                out / "shards" / path.name,
-                row_group_size=sample_store.ROW_GROUP_SIZE,
-                write_page_checksum=True,
-            )
+            continue
+        i = fields.get_field_index("source")
+        table = table.set_column(i, fields.field(i), pa.array(clean, pa.string())).select(columns)
+        table = table.cast(pa.schema([sample_store.SCHEMA.field(name) for name in columns]))
+        pq.write_table(
+            table.replace_schema_metadata(metadata),
+            out / "shards" / path.name,
+            row_group_size=sample_store.ROW_GROUP_SIZE,
+            write_page_checksum=True,
+        )
 
 
 def _published_source(source: str) -> str:
@@ -142,21 +125,16 @@ def _asked_revision(folder: Path) -> set[str]:
 def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
     """The dataset card."""
     title, rows = repo.rpartition("/")[2], stats.rows.total()
-    counts = [
-        ("rows", rows),
-        ("tokens", stats.tokens.total()),
-        ("tokens to learn", stats.supervised.total()),
-    ]
-    parts = (stats.rows, stats.tokens, stats.supervised)
+    parts = {"rows": stats.rows, "tokens": stats.tokens, "tokens to learn": stats.supervised}
     revision = stats.manifest.get("revision")
     fields = {
         "title": title,
         "repo": repo,
         "manifest": stats.manifest,
         "revision": f" at revision {revision}" if revision else "",
-        "counts": [(name, f"{count:,}") for name, count in counts],
+        "counts": [(name, f"{part.total():,}") for name, part in parts.items()],
         "sources": [
-            [escape_markdown(kind[0]), kind[1], *(f"{part[kind]:,}" for part in parts)]
+            [escape_markdown(kind[0]), kind[1], *(f"{part[kind]:,}" for part in parts.values())]
             for kind in sorted(stats.rows)
         ],
         "made": [[name, escape_markdown(value)] for name, value in flatten(stats.manifest)],
@@ -164,11 +142,13 @@ def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
         if labels.license
         else "No licence was stated when this was published; those of the target and of the prompts apply.",
     }
+    passed = sum(rows >= 10 ** (3 + i) for i in range(len(SIZES)))
+    low, high = ("", *SIZES)[passed], (*SIZES, "")[passed]
     data = DatasetCardData(
         pretty_name=title,
         license=labels.license or None,
         task_categories=["text-generation"],
-        size_categories=next((word for size, word in SIZE_CATEGORIES if rows < size), "n>10M"),
+        size_categories=f"{low}<n<{high}" if low and high else f"n<{high}" if high else f"n>{low}",
         tags=["speculative-decoding", "distillation", "synthetic"],
         configs=[{"config_name": "default", "data_files": "shards/*.parquet"}],
     )

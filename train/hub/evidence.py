@@ -31,28 +31,42 @@ class Evidence:
     def check(self, draft: DraftMetadata) -> None:
         """UserError for measurements of other weights, of another target or family, or that are not lossless."""
         sha = draft.draft_sha256
+        measured: dict[tuple[str, str], Collection[str | None]] = {}
         if self.report is not None:
-            check_report(self.report, sha)
+            own: set[str | None] = {
+                m.draft_sha256 for m in self.report.methods if m.draft_sha256 and m.drafts_alone
+            }
+            measured["the report measures drafts", "eval/run.py"] = own
         if self.referee is not None:
-            found = [self.referee.draft_sha256]
-            check_measured(found, sha, "the referee's result is of draft", "scripts/referee.py")
-            if self.referee.differ:
-                raise UserError(
-                    f"vLLM decoded {len(self.referee.differ)} prompts differently from this decoder: find out why first"
-                )
+            own = {self.referee.draft_sha256}
+            measured["the referee's result is of draft", "scripts/referee.py"] = own
         if self.tuned is not None:
-            drafts = self.tuned.drafts.values()
-            check_measured(drafts, sha, "the tuned settings are of drafts", "eval/tune.py")
-        if self.data_curve is not None:
-            ours = draft.family, draft.tokenizer_hash
-            if ours != (self.data_curve.family, self.data_curve.target.tokenizer):
-                raise UserError(
-                    f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of "
-                    "such drafts"
-                )
+            own = {*self.tuned.drafts.values()}
+            measured["the tuned settings are of drafts", "eval/tune.py"] = own
         if self.forecast is not None:
-            measured = [self.forecast.draft.sha256]
-            check_measured(measured, sha, "the forecast is of draft", "eval/forecast.py")
+            own = {self.forecast.draft.sha256}
+            measured["the forecast is of draft", "eval/forecast.py"] = own
+        for (what, command), found in measured.items():
+            if sha not in found:
+                others = ", ".join(sorted(set(map(short, found)))) or "unnamed"
+                raise UserError(f"{what} {others} and not {short(sha)}: run {command} on it")
+        for m in self.report.of_draft(sha) if self.report else ():
+            if not m.lossy and m.lossless.greedy_identical is False:
+                same = m.greedy and m.greedy.identical
+                raise UserError(
+                    f"{m.name} on {m.task} is not lossless: {same} of {m.lossless.prompts} greedy outputs equal "
+                    "transformers' own; a draft is published only if all are"
+                )
+        if self.referee is not None and self.referee.differ:
+            raise UserError(
+                f"vLLM decoded {len(self.referee.differ)} prompts differently from this decoder: find out why first"
+            )
+        ours, curve = (draft.family, draft.tokenizer_hash), self.data_curve
+        if curve is not None and ours != (curve.family, curve.target.tokenizer):
+            raise UserError(
+                f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of such "
+                "drafts"
+            )
 
     def published(self, known: Collection[str]) -> dict[str, Any]:
         """The fields of each file that are published, by its name; None: there is none."""
@@ -77,26 +91,6 @@ def read_evidence(
         read_data_curve(data_curve) if data_curve else None,
         read(ForecastReport, forecast, "forecast.json of eval/forecast.py"),
     )
-
-
-def check_report(report: EvalReport, sha: str | None) -> None:
-    """UserError if the report is of another draft, or if its greedy outputs differ from the target's own."""
-    found = {m.draft_sha256 for m in report.methods if m.draft_sha256 and m.drafts_alone}
-    check_measured(found, sha, "the report measures drafts", "eval/run.py")
-    for m in report.of_draft(sha):
-        if not m.lossy and m.lossless.greedy_identical is False:
-            same = m.greedy and m.greedy.identical
-            raise UserError(
-                f"{m.name} on {m.task} is not lossless: {same} of {m.lossless.prompts} greedy outputs equal "
-                "transformers' own; a draft is published only if all are"
-            )
-
-
-def check_measured(found: Collection[str | None], sha: str | None, what: str, command: str) -> None:
-    """UserError unless the draft with this checksum is among the `found` ones."""
-    if sha not in found:
-        others = ", ".join(sorted(set(map(short, found)))) or "unnamed"
-        raise UserError(f"{what} {others} and not {short(sha)}: run {command} on it")
 
 
 def short(sha: str | None) -> str:

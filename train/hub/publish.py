@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -120,7 +119,12 @@ def build_draft_folder(
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
         _write(staging / METADATA_FILE, json.dumps(to_json(facts), indent=1) + "\n")
-        shown["speculation_profile"] = _own_profile(inputs, repo, known)
+        if inputs.evidence.report is not None:
+            # The draft goes by the name of its repository.
+            own = [replace(m, draft=repo) for m in inputs.own]
+            profile = speculation_profile(inputs.evidence.report, own)
+            where = "speculation_profile.json"
+            shown["speculation_profile"] = published(profile, SpeculationProfile, where, known)
         for name, content in shown.items():
             if content is not None:
                 text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -240,15 +244,6 @@ def _published_in_full(metadata: DraftMetadata) -> set[str]:
     asked = (metadata.training or {}).get("revision")
     pinned = {asked} if asked and asked == target.revision else set()
     return {*pinned, str(metadata.draft_sha256)}
-
-
-def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> Any:
-    """speculation_profile.json of the published draft, which goes by the name of its repository."""
-    report = inputs.evidence.report
-    if report is None:
-        return None
-    profile = speculation_profile(report, [replace(m, draft=repo) for m in inputs.own])
-    return published(profile, SpeculationProfile, "speculation_profile.json", known)
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:

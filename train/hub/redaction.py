@@ -70,15 +70,15 @@ def check_folder(folder: Path, known: Collection[str] = ()) -> None:
 
 def is_pickle(path: Path) -> bool:
     """Whether a file is a pickle, by its name or by its content (old pickles and torch's archives)."""
-    if path.suffix in PICKLES:
-        return True
     with path.open("rb") as file:
         start = file.read(2)
-    if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return True
-    if start == b"PK" and zipfile.is_zipfile(path):
-        return any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist())
-    return False
+    zipped = start == b"PK" and zipfile.is_zipfile(path)
+    inside = zipfile.ZipFile(path).namelist() if zipped else []
+    return (
+        path.suffix in PICKLES
+        or re.match(rb"\x80[\x02-\x05]", start) is not None
+        or any(name.endswith(".pkl") for name in inside)
+    )
 
 
 def readable_text(path: Path) -> str:
@@ -124,7 +124,7 @@ def _check_json(path: Path, where: str, known: Collection[str]) -> None:
 def _check_lines(text: str, where: str, vocabulary: bool, known: Collection[str]) -> None:
     secret = find_secret(text, strict=not vocabulary, known=known)
     if secret is not None:
-        line = text.count("\n", 0, secret.start) + 1
+        line = text.count("\n", 0, secret.match.start()) + 1
         raise UserError(
             f"{where}, line {line}, holds what looks like {secret.what}: remove it and revoke it"
         )

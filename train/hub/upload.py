@@ -21,23 +21,19 @@ class PublishFolder:
     """A checked folder that can be uploaded."""
 
     path: Path
-    kind: str
-    """model or dataset."""
-    left_out: list[str]
-    """Names of files that are not published."""
+    kind: str  # model or dataset
+    left_out: list[str]  # names of files that are not published
 
 
 def check_repo_id(repo: str) -> None:
     """UserError if `repo` is empty, no valid name on the Hub, or holds a secret."""
     check_text(repo, "--repo")
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(
-            f"repository {repo!r} is not a valid name on the Hub: use one like me/my-draft"
-        ) from error
     if repo == "":
         raise UserError("give --repo, the name on the Hub, as me/my-draft")
+    if not is_repo_id(repo) and not is_repo_id(f"me/{repo}"):
+        raise UserError(
+            f"repository {repo!r} is not a valid name on the Hub: use one like me/my-draft"
+        )
 
 
 def is_repo_id(name: str) -> bool:

@@ -106,9 +106,8 @@ def print_measurements(
     console: Console, measured: dict[str, float], steps: int, cuda: bool
 ) -> None:
     """Prints what `try_steps` and `try_export` measured."""
-    table = Table(
-        "measured", "", title="two steps, the first on the longest samples", min_width=TABLE_WIDTH
-    )
+    title = "two steps, the first on the longest samples"
+    table = Table("measured", "", title=title, min_width=TABLE_WIDTH)
     table.add_row("the second step", f"{measured['seconds']:,.2f} s")
     table.add_row("tokens a second", f"{measured['tokens_per_second']:,.0f}")
     table.add_row("learned tokens a second", f"{measured['learned_per_second']:,.0f}")

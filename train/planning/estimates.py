@@ -1,6 +1,7 @@
 """Estimates of what the settings of train/distill.py need, from configs alone; no weight is loaded."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from train.data import batching, mixture
 from train.data.sample_store import SampleRow
 from train.planning import resources
 from train.planning.resources import format_bytes
-from train.planning.shape_run import ReadingCost, ShapeRun, StepWorkload, made_up_rows
+from train.planning.shape_run import ShapeRun, StepWorkload, made_up_rows
 from train.settings.training import LoopConfig
 from train.trainer.on_policy import OnPolicyBuffer
 from train.trainer.settings import DistillConfig
@@ -40,11 +41,6 @@ def step_workload(rows: Sequence[SampleRow], s: LoopConfig, processes: int) -> S
     )
 
 
-def shape_run(s: DistillConfig) -> ShapeRun:
-    """Target and draft of the settings `s` of train/distill.py, without weights."""
-    return ShapeRun(s, load_config(s.target, "target", s.revision))
-
-
 class FlopsCounter:
     """Counts the operations of training steps; what is computed a second time to save memory does not count.
 
@@ -57,8 +53,9 @@ class FlopsCounter:
 
     @functools.cached_property
     def run(self) -> ShapeRun:
-        draft = self.settings.draft.having(activation_checkpointing=False)
-        return shape_run(replace(self.settings, draft=draft))
+        s = self.settings
+        s = replace(s, draft=s.draft.having(activation_checkpointing=False))
+        return ShapeRun(s, load_config(s.target, "target", s.revision))
 
     @functools.cached_property
     def sample_flops(self) -> Callable[[float, float], np.ndarray]:
@@ -77,8 +74,8 @@ class FlopsCounter:
         return lambda tokens, labels: np.array(terms(tokens, labels)) @ coefficients
 
     @functools.cached_property
-    def reading(self) -> ReadingCost:
-        return self.run.reading_cost()
+    def reading(self) -> resources.ReadingCost:
+        return resources.reading_cost(self.run)
 
     def count(self, rows: Sequence[SampleRow]) -> FlopsByDtype:
         """{dtype: operations} of a step over these rows, and of generating rows since the last call."""
@@ -89,16 +86,11 @@ class FlopsCounter:
         if s.features and s.features_top > 0:  # the target's distributions come from disk
             head = self.run.target.runner.model.get_output_embeddings().weight
             own -= 2 * labels * head.numel()
-        generated = 0.0
+        flops = defaultdict(float, {s.target_dtype: 0.0 if s.features else teacher})
+        flops["bfloat16" if self.mixed else "float32"] += own
         if self.on_policy is not None:
-            new_rows = self.on_policy.take_new_rows()
-            generated = resources.generation_flops(self.reading, new_rows)
-        flops = {s.target_dtype: 0.0 if s.features else teacher}
-        for dtype, count in (
-            ("bfloat16" if self.mixed else "float32", own),
-            ("float32", generated),
-        ):
-            flops[dtype] = flops.get(dtype, 0.0) + count
+            written = self.on_policy.take_new_rows()
+            flops["float32"] += resources.generation_flops(self.reading, written)
         return flops
 
 
@@ -125,17 +117,14 @@ def estimate_resources(
         memory["writing beyond a step"] = resources.memory_beyond_step(generation, memory)
     disk = resources.disk_breakdown(run, size, s.loop.keep)
     flops = load.samples * resources.step_cost(run, load).flops
-    table = Table(
-        "estimated, not measured",
-        "",
-        title=f"{s.target}: {s.draft.family} draft",
-        min_width=TABLE_WIDTH,
-    )
-    for name, count in [
-        ("target's parameters", run.target_parameters),
-        ("draft's parameters, trained", run.trained),
-        ("draft's parameters, frozen", run.frozen),
-    ]:
+    parameters = {
+        "target's parameters": run.target_parameters,
+        "draft's parameters, trained": run.trained,
+        "draft's parameters, frozen": run.frozen,
+    }
+    title = f"{s.target}: {s.draft.family} draft"
+    table = Table("estimated, not measured", "", title=title, min_width=TABLE_WIDTH)
+    for name, count in parameters.items():
         table.add_row(name, f"{count / 1e6:,.2f} M")
     table.add_section()
     for part, parts in (("memory", memory), ("disk", disk)):
@@ -148,18 +137,14 @@ def estimate_resources(
         table.add_row(f"while it writes: {name}", format_bytes(count))
     if generation:
         table.add_row("while it writes: target's K/V cache", "none: it reads the texts in steps")
-        rows_per_round = resources.rows_per_round(s.on_policy, load.samples)
-        table.add_row(f"texts written every {s.on_policy.every} steps", f"{rows_per_round:,}")
+        written = resources.rows_per_round(s.on_policy, load.samples)
+        table.add_row(f"texts written every {s.on_policy.every} steps", f"{written:,}")
         table.add_section()
     if not isinstance(rows, mixture.Mixture):
         table.add_row("samples", "none yet: one of this length")
     table.add_row("tokens a step", f"{load.samples * load.tokens:,.0f}")
     table.add_row("learned of them", f"{load.samples * load.supervised_tokens:,.0f}")
     table.add_row("floating-point operations a step", f"{flops:.2e}")
-    sums: dict[str, float] = {
-        "memory": sum(memory.values()),
-        "disk": sum(disk.values()),
-        "flops": flops,
-    }
-    sums |= {"parameters": run.target_parameters, "trained": run.trained, "frozen": run.frozen}
-    return table, sums
+    sums = {"memory": sum(memory.values()), "disk": sum(disk.values()), "flops": flops}
+    names = ("parameters", "trained", "frozen")
+    return table, {**sums, **dict(zip(names, parameters.values(), strict=True))}

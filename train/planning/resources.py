@@ -5,23 +5,23 @@ These are estimates: allocators and kernels add to them. Time is operations divi
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+
+import torch
 
 from decode.engine.engine import BUCKET
 from decode.engine.round import round_bytes
+from decode.model.hidden_states import HiddenStateSpec
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.planning.shape_run import (
-    DRAFT,
-    STATES,
-    TARGET,
-    ReadingCost,
-    ShapeRun,
-    StepWorkload,
-    TrainingCost,
-    made_up_rows,
-)
+from train.planning import shape_run
+from train.planning.shape_run import ShapeRun, StepWorkload, TrainingCost, made_up_rows
 from train.settings.training import OnPolicyConfig
+from train.teacher.live import compute_hidden_states
+
+WEIGHTS = (shape_run.TARGET, shape_run.DRAFT, shape_run.STATES)
+"""What stays in memory between steps."""
 
 
 def memory_breakdown(run: ShapeRun, load: StepWorkload, mixed: bool) -> dict[str, int]:
@@ -35,15 +35,14 @@ def memory_breakdown(run: ShapeRun, load: StepWorkload, mixed: bool) -> dict[str
     if load.processes > 1:
         memory["gradients in exchange"] = 4 * run.trained
     # On CUDA AdamW makes copies of all gradients, which exist after the activations are freed.
-    update = sum(memory[name] for name in (TARGET, DRAFT, STATES)) + 8 * run.trained
+    update = sum(memory[name] for name in WEIGHTS) + 8 * run.trained
     return memory | {"optimiser's copies beyond that": max(0, update - sum(memory.values()))}
 
 
 def step_cost(run: ShapeRun, load: StepWorkload) -> TrainingCost:
     """The cost of one sample of average length."""
-    return run.step(
-        made_up_rows(1, round(load.tokens), round(load.supervised_tokens), run.vocab), False
-    )
+    lengths = round(load.tokens), round(load.supervised_tokens)
+    return run.step(made_up_rows(1, *lengths, run.vocab), False)
 
 
 def disk_breakdown(run: ShapeRun, target_bytes: int, keep: int) -> dict[str, int]:
@@ -56,6 +55,51 @@ def disk_breakdown(run: ShapeRun, target_bytes: int, keep: int) -> dict[str, int
         "changed target": changed,
         f"{keep} checkpoints and one in the making": (keep + 1) * each,
     }
+
+
+@dataclass(frozen=True)
+class ReadingCost:
+    """Operations of a draft that writes text without the target."""
+
+    token_flops: float
+    """Of reading a token, attention and LM head apart."""
+    pair_flops: float
+    """Of attention, for a token and a token that it sees."""
+    head_flops: float
+    """Of the LM head, for a token."""
+
+    def flops(self, tokens: int) -> float:
+        """Operations of reading a text of `tokens` tokens, each of which sees half of them on average."""
+        return tokens * self.token_flops + tokens**2 / 2 * self.pair_flops
+
+
+def reading_cost(run: ShapeRun, tokens: int = 64) -> ReadingCost:
+    """What reading a text costs, by a trial with one of `tokens` tokens."""
+    batch = batching.collate(made_up_rows(1, tokens, 1, run.vocab), 0)
+    with run.without_data():
+        model = run.trainable.language_model().model
+        with torch.no_grad(), shape_run.count_flops() as flops:
+            compute_hidden_states(model, batch, HiddenStateSpec(final=True))
+    run.trainable.model.train()
+    fused = flops.get_flop_counts()["Global"].get(shape_run.FUSED, 0)
+    head = 2 * model.get_output_embeddings().weight.numel()
+    return ReadingCost((flops.get_total_flops() - fused) / tokens, fused / tokens**2, head)
+
+
+def reading_memory(run: ShapeRun, rows: int, tokens: int, slots: int) -> tuple[int, int]:
+    """(bytes of the K/V cache, of what else is alive but logits) while the draft reads `rows` texts of `tokens`
+    tokens, as it does before it continues them, with room for `slots`."""
+    memory = run.memory
+    with run.without_data():
+        runner = run.trainable.language_model()
+        before = memory.now.total()
+        memory.peak = memory.now.copy()
+        runner.allocate(rows, slots)
+        length = torch.full((rows,), tokens)
+        runner.prefill(torch.zeros(rows, tokens, dtype=torch.long), length)
+        cache = memory.now.total() - before
+    run.trainable.model.train()
+    return cache, memory.peak.total() - memory.peak[shape_run.LOGITS] - before - cache
 
 
 def format_bytes(count: float) -> str:
@@ -74,7 +118,7 @@ def generation_memory(
     rows = min(s.batch_size, rows_per_round(s, load.samples) // load.processes or 1)
     length = min(load.max_tokens + s.max_new_tokens, max_length)
     slots = -(-(length + 5) // BUCKET) * BUCKET  # the engine reserves a few slots ahead
-    cache, states = run.reading_memory(rows, max(1, length - s.max_new_tokens), slots)
+    cache, states = reading_memory(run, rows, max(1, length - s.max_new_tokens), slots)
     return {
         "draft's K/V cache": cache,
         "states of the draft": states,
@@ -84,7 +128,7 @@ def generation_memory(
 
 def memory_beyond_step(needs: Mapping[str, int], step: Mapping[str, int]) -> int:
     """Bytes of `needs` beyond those of a training step, `step`, of which only weights stay between steps."""
-    passing = sum(count for name, count in step.items() if name not in (TARGET, DRAFT, STATES))
+    passing = sum(count for name, count in step.items() if name not in WEIGHTS)
     return max(0, sum(needs.values()) - passing)
 
 

@@ -21,13 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from decode.model import attention
-from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, auto_class, build_runner, find_dtype, load_config
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
 from train.families.settings.base import FamilySettings
-from train.teacher.live import compute_hidden_states
 from train.trainer.loop import build_optimizers
 from train.trainer.settings import DistillConfig
 
@@ -61,8 +59,9 @@ class FloatsWithoutData(TorchDispatchMode):
         if name is aten._to_copy:
             dtype = kwargs.get("dtype") or tensors[0].dtype
             kwargs["device"] = "meta" if tensors[0].is_meta or dtype.is_floating_point else "cpu"
-        elif name in LIKE or (not tensors and _takes_device(func)):
-            made = func(*args, **{**kwargs, "device": "meta"} | _no_generator(kwargs))
+        elif name in LIKE or (not tensors and "device" in {x.name for x in func._schema.arguments}):
+            plain = {"generator": None} if "generator" in kwargs else {}
+            made = func(*args, **{**kwargs, "device": "meta"} | plain)
             if made.is_floating_point() or made.is_complex():
                 return made
             kwargs["device"] = "cpu"
@@ -71,24 +70,13 @@ class FloatsWithoutData(TorchDispatchMode):
             and tensors[0].is_meta
             and not any(x.is_meta for x in args[1] if x is not None)
         ):
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
+            to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
+            args, kwargs = tree_map(to_meta, (args, kwargs))
         return tree_map(_floats_to_meta, func(*args, **kwargs))
-
-
-def _to_meta(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) else x
 
 
 def _floats_to_meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _no_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"generator": None} if "generator" in kwargs else {}
 
 
 class Kernels(TorchFunctionMode):
@@ -126,19 +114,12 @@ class Kernels(TorchFunctionMode):
 
 
 def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """scaled_dot_product_attention by a kernel that keeps no scores, as those of a CPU and of CUDA do."""
     if attn_mask is not None and attn_mask.requires_grad:  # no such kernel has gradients of a bias
-        scores = F.scaled_dot_product_attention
-        return scores(
+        return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -181,14 +162,13 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in _stored(out):
             if _address(x) not in inputs and _address(x) not in self.alive:
-                self.hold(x, self._purpose_of(x))
+                purpose = self.purpose
+                if purpose == ACTIVATIONS and x.shape in self.weights:
+                    purpose = PIECES
+                elif purpose == ACTIVATIONS and x.ndim > 0 and x.shape[-1] in self.widths:
+                    purpose = LOGITS
+                self.hold(x, purpose)
         return out
-
-    def _purpose_of(self, x: Tensor) -> str:
-        if self.purpose == ACTIVATIONS and x.shape in self.weights:
-            return PIECES
-        wide = self.purpose == ACTIVATIONS and x.ndim > 0 and x.shape[-1] in self.widths
-        return LOGITS if wide else self.purpose
 
     def hold(self, tensor: Tensor, purpose: str) -> None:
         """Counts the storage of `tensor` for `purpose` from now on."""
@@ -224,32 +204,29 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def count_flops() -> FlopCounterMode:
-    """Counts operations as torch does, those of a CPU's fused attention too, which torch leaves out."""
-
-    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_flop_count(query, *(_repeated(x, query) for x in (key, value)))
-
-    def backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_backward_flop_count(
-            gradient, query, *(_repeated(x, query) for x in (key, value))
-        )
-
-    own = {FUSED: forward, aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
-    counter = FlopCounterMode(display=False, custom_mapping=own)
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-    return counter
-
-
 class _NoModules(nullcontext[None]):
     """In place of a ModuleTracker, whose hooks torch.autograd.grad does not allow."""
 
     parents = frozenset({"Global"})
 
 
-def _repeated(shape: Any, query: Any) -> Any:
-    """The shape of keys or values if each query head had its own."""
-    return (shape[0], query[1], *shape[2:])
+def count_flops() -> FlopCounterMode:
+    """Counts operations as torch does, those of a CPU's fused attention too, which torch leaves out."""
+
+    def per_head(query: Any, *shapes: Any) -> Iterator[Any]:
+        """The shapes of keys and values if each query head had its own."""
+        return ((shape[0], query[1], *shape[2:]) for shape in shapes)
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, *per_head(query, key, value))
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, *per_head(query, key, value))
+
+    own = {FUSED: forward, aten._scaled_dot_product_flash_attention_for_cpu_backward: backward}
+    counter = FlopCounterMode(display=False, custom_mapping=own)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 @dataclass(frozen=True)
@@ -282,22 +259,6 @@ class TrainingCost:
     """Those of them in the layers of a target that is not trained."""
 
 
-@dataclass(frozen=True)
-class ReadingCost:
-    """Operations of a draft that writes text without the target."""
-
-    token_flops: float
-    """Of reading a token, attention and LM head apart."""
-    pair_flops: float
-    """Of attention, for a token and a token that it sees."""
-    head_flops: float
-    """Of the LM head, for a token."""
-
-    def flops(self, tokens: int) -> float:
-        """Operations of reading a text of `tokens` tokens, each of which sees half of them on average."""
-        return tokens * self.token_flops + tokens**2 / 2 * self.pair_flops
-
-
 class ShapeRun:
     """A target and a draft in training that have shapes and no data."""
 
@@ -308,7 +269,7 @@ class ShapeRun:
         shape = load_config(draft.continues, "draft") if draft.continues else None
         memory = self.memory = LiveBytes()
         self.kernels = Kernels(memory.phase)
-        with self._without_data():
+        with self.without_data():
             with memory.phase(TARGET):
                 model = auto_class(config).from_config(config, dtype=find_dtype(s.target_dtype))
                 self.target = Target(build_runner(model), None, s.target, None, "", frozenset())
@@ -327,30 +288,25 @@ class ShapeRun:
             self._set_gradients(False)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold(p.grad, GRADIENTS))
-        own_ids = {id(p) for p in self.trainable.model.parameters()}
+        own = list(self.trainable.model.parameters())
+        ids = {id(p) for p in own}
         self.trained = sum(p.numel() for p in trained)
-        self.frozen = sum(p.numel() for p in self.trainable.model.parameters()) - self.trained
-        self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in own_ids)
+        self.frozen = sum(p.numel() for p in own) - self.trained
+        self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in ids)
         self.state_bytes = memory.now[STATES]
         self.trains_target = draft.trains_target
         self.saved_in_float32 = draft.is_language_model and not draft.trains_target
         vocabulary = self.trainable.metadata.get("vocabulary")
-        reduced = self.vocab if vocabulary is None else vocabulary.size
-        memory.widths = {self.vocab, reduced}
+        memory.widths = {self.vocab, self.vocab if vocabulary is None else vocabulary.size}
         memory.weights = {p.shape for p in trained if p.ndim > 1}
 
     @contextmanager
-    def _without_data(self) -> Iterator[None]:
+    def without_data(self) -> Iterator[None]:
         """In the block floating-point tensors have no data, and what is alive is counted."""
         method = attention.SETTINGS.method
         # flex_attention runs compiled, on CUDA alone. It holds as little as blocks do, and computes as much.
         method = "blockwise" if method == "flex" else method
-        with (
-            attention.training_attention(method),
-            FloatsWithoutData(),
-            self.memory,
-            self.kernels,
-        ):
+        with attention.training_attention(method), FloatsWithoutData(), self.memory, self.kernels:
             yield
 
     def _set_gradients(self, there: bool) -> None:
@@ -380,7 +336,7 @@ class ShapeRun:
                 target_flops += flops.get_total_flops() - before
             return output
 
-        with self._without_data(), count_flops() as flops:
+        with self.without_data(), count_flops() as flops:
             self._set_gradients(accumulates)
             memory.peak = memory.now.copy()
             if teacher is not None:
@@ -389,34 +345,6 @@ class ShapeRun:
             self._set_gradients(False)
         peak = {name: memory.peak[name] for name in PURPOSES}
         return TrainingCost(peak, flops.get_total_flops(), target_flops)
-
-    def reading_memory(self, rows: int, tokens: int, slots: int) -> tuple[int, int]:
-        """(bytes of the K/V cache, of what else is alive but logits) while the draft reads `rows` texts of `tokens`
-        tokens, as it does before it continues them, with room for `slots`."""
-        memory = self.memory
-        with self._without_data():
-            length = torch.full((rows,), tokens)
-            runner = self.trainable.language_model()
-            before = memory.now.total()
-            memory.peak = memory.now.copy()
-            runner.allocate(rows, slots)
-            runner.prefill(torch.zeros(rows, tokens, dtype=torch.long), length)
-            cache = memory.now.total() - before
-        self.trainable.model.train()
-        return cache, memory.peak.total() - memory.peak[LOGITS] - before - cache
-
-    def reading_cost(self, tokens: int = 64) -> ReadingCost:
-        """What reading a text costs, by a trial with one of `tokens` tokens."""
-        batch = batching.collate(made_up_rows(1, tokens, 1, self.vocab), 0)
-        with self._without_data():
-            model = self.trainable.language_model().model
-            with torch.no_grad(), count_flops() as flops:
-                compute_hidden_states(model, batch, HiddenStateSpec(final=True))
-        self.trainable.model.train()
-        fused = flops.get_flop_counts()["Global"].get(FUSED, 0)
-        head = 2 * model.get_output_embeddings().weight.numel()
-        total = flops.get_total_flops()
-        return ReadingCost((total - fused) / tokens, fused / tokens**2, head)
 
 
 def run_backward(loss: Tensor) -> None:

@@ -3,8 +3,7 @@
     config.py          SampleConfig, the settings of train/sample.py
     rows.py            a conversation while its replies are generated; its row; shards
     local_engine.py    answers of this project's engine
-    server_engine.py   answers of a server with OpenAI's API, many requests at the same time
-    server_answers.py  from a server's answer to the token ids that were sampled, or the reason why they are unknown
+    server_engine.py   answers of a server with OpenAI's API, and the token ids that were sampled, if they are known
 
 May import decode, eval and train.data.
 """

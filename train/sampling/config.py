@@ -1,11 +1,11 @@
-"""SampleConfig, the settings of train/sample.py, which the modules of this package share."""
+"""The settings of train/sample.py and train/write_prompts.py."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
 from decode.common.run_dir import RunSettings
-from decode.common.target_settings import PlacedTargetSettings, SamplingParams
+from decode.common.target_settings import PlacedTargetSettings, SamplingParams, TargetSettings
 from decode.common.template_choice import TemplateSetting
 from train.settings.data import FilterConfig, PromptSource, TurnSelection
 
@@ -41,8 +41,9 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     """origin text: texts without a prompt are cut into pieces of this many tokens."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     """How answers are sampled. At temperature 1 they follow the target's own distribution."""
-    max_new_tokens: Count = 256
-    """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
+    max_new_tokens: CountOrZero = 0
+    """Tokens of the longest answer; 0: 2,048 where the target's chat template writes thoughts, 1,024 with another one,
+    256 for a target without any. A chat ends with the first reply that was cut off here."""
     engine: Literal["local", "openai", "vllm"] = "local"
     """local: this project's engine loads the target; openai: a server that speaks OpenAI's API answers (vLLM, SGLang,
     llama.cpp), and only the target's tokenizer and chat template are loaded; vllm: such a server is started for this
@@ -87,5 +88,31 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
 
     @property
     def served(self) -> bool:
-        """Whether a server answers."""
         return self.engine != "local"
+
+
+@dataclass
+class WritePromptsConfig(RunSettings, TargetSettings):
+    COMMON: ClassVar[str] = "target out dtype count kinds"
+
+    target: str = "assets/target"
+    """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
+    out: str = "outputs/prompts"
+    """Folder of prompts.jsonl, one chat a line."""
+    systems: list[str] = field(default_factory=lambda: [""])
+    """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
+    template: TemplateSetting | None = None
+    """Which chat template, and its arguments, as in train/sample.py."""
+    count: Annotated[int, at_least(1, 10_000_000)] = 1000
+    """Prompts to write. Those that are cut off, empty or written twice are dropped afterwards."""
+    sampling: SamplingParams = field(
+        default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95)
+    )
+    max_new_tokens: Count = 256
+    """Tokens of the longest prompt; one that has not ended by then is dropped."""
+    batch_size: Count = 32
+    """Prompts written together."""
+    resume: bool = False
+    """Continue in `out` although the settings differ, such as a larger count."""
+    allow_changed: bool = False
+    """Go on in `out` although another target (other weights, another dtype) wrote the prompts that are there."""

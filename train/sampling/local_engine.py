@@ -18,8 +18,6 @@ from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 
 NOT_FINITE = "NaN or infinite logits"
-NAMED_FAILURES = 3
-"""Failed prompts that are named; the others are counted."""
 GROUP_BATCHES = 64
 """Batches in a group of one-turn prompts. Memory holds the answers of one group as lists; at its end rows run empty,
 which takes 1 % or 2 % more steps than one stream of all prompts."""
@@ -34,10 +32,9 @@ def generate_answers(
 ) -> Counter[str]:
     """Generates the replies to `prompts` and writes them as shards of the target `identity`.
 
-    Returns {why prompts failed: how many}.
-
-    A prompt for which the target gives NaN fails alone: the other prompts that were being decoded begin again, with the
-    same answers. UserError if more than `max_bad_rows` of all prompts, and more than one, fail.
+    Returns {why prompts failed: how many}. A prompt for which the target gives NaN fails alone: the other prompts that
+    were being decoded begin again, with the same answers. UserError if more than `max_bad_rows` of all prompts, and
+    more than one, fail.
 
     Groups of prompts are decoded one after the other, each in one stream in which finished rows are refilled. In a
     group all first turns are decoded before all second ones.
@@ -74,26 +71,21 @@ def generate_answers(
                 except NotFiniteError as error:
                     if error.prompt is None:  # the draft's fault is of no single prompt
                         raise
-                    _fail(s, engine, states.pop(error.prompt).prompt, failures, len(prompts), error)
+                    failed = states.pop(error.prompt).prompt
+                    failures[NOT_FINITE] += 1
+                    if (number := failures[NOT_FINITE]) <= 3:
+                        warn(
+                            f"prompt {failed.id} of {failed.source} failed: target {engine.target.name!r} in {s.dtype} "
+                            "gives NaN or infinite logits"
+                        )
+                    known = len(prompts) + len(sample_store.row_ends(Path(s.out)))
+                    if number > max(1, s.max_bad_rows * known):
+                        said = f"{number} prompts failed, the last one of {failed.source}"
+                        raise UserError(f"{said}: {error}") from error
                     bars.advance(bar)
                     waiting = list(states.values())
                 waiting += [continued[i] for i in sorted(continued)]
     return failures
-
-
-def _fail(
-    s: SampleConfig, engine: SpeculativeEngine, prompt: TokenizedPrompt, failures: Counter[str],
-    asked: int, error: NotFiniteError,
-) -> None:  # fmt: skip
-    """Counts and names a prompt for which the target gives NaN. `error` itself if there are too many of them."""
-    failures[NOT_FINITE] += 1
-    number = failures[NOT_FINITE]
-    if number <= NAMED_FAILURES:
-        where = f"prompt {prompt.id} of {prompt.source} failed"
-        warn(f"{where}: target {engine.target.name!r} in {s.dtype} gives NaN or infinite logits")
-    known = asked + len(sample_store.done_ids(Path(s.out)))
-    if number > max(1, s.max_bad_rows * known):
-        raise UserError(f"{number} prompts failed, the last one of {prompt.source}: {error}")
 
 
 def group_by_turns(

@@ -18,11 +18,9 @@ def reply_seed(reply_id: str, seed: int) -> int:
     return int(hashlib.sha256(f"{seed}:{reply_id}".encode()).hexdigest()[:15], 16)
 
 
-SKIPPED = {
-    "skipped_round_trip": "its text does not give back the tokens that were sampled",
-    "skipped_end": "the token that ended it is unknown",
-}
-"""{finish_reason of a row whose reply cannot be used: what is wrong with the reply}."""
+SKIPPED = ("skipped_round_trip", "skipped_end")
+"""finish_reason of a row whose reply cannot be used: its text does not give back the tokens that were sampled, or the
+token that ended it is unknown."""
 
 
 class ConversationState:
@@ -60,7 +58,6 @@ class ConversationState:
         return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
 
     def conversation(self) -> Conversation:
-        """The turns so far."""
         return Conversation(self.prompt_segments, self.replies)
 
 
@@ -71,29 +68,23 @@ class ShardWriter:
     """
 
     def __init__(self, s: SampleConfig, target: ModelFingerprint | None = None):
-        """`target` answers; None: texts as they stand are written."""
         self.s, self.target = s, target
         self.rows: list[sample_store.SampleRow] = []
 
     def add(self, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str) -> None:
-        """Adds the row of one finished conversation."""
         self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
         if len(self.rows) >= self.s.shard_rows:
-            self.write()
-
-    def write(self) -> None:
-        """Writes the collected rows, if there are any."""
-        if self.rows:
-            # the shard of these very ids is there if a signal came after it was written
-            with contextlib.suppress(FileExistsError):
-                sample_store.add_shard(Path(self.s.out), self.rows, self.target)
-        self.rows = []
+            self.__exit__()
 
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.write()
+        if self.rows:
+            # the shard of these very ids is there if a signal came after it was written
+            with contextlib.suppress(FileExistsError):
+                sample_store.write_shard(Path(self.s.out), self.rows, target=self.target)
+        self.rows = []
 
 
 def make_row(

@@ -122,8 +122,8 @@ class DoctorConfig:
     """sources: which replies are to be sampled, as in train/sample.py."""
     decontaminate: str | list[str] = ""
     """Files or folders with evaluation prompts besides the bundled ones."""
-    max_length: Count = 512
-    """Tokens of a row that training reads (--loop.max_length of train/distill.py)."""
+    max_length: Count = 4096
+    """Tokens of a row that training reads: --loop.max_length of train/distill.py, whose default is the family's."""
     vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])
     """Sizes of draft vocabularies whose coverage of the labels is measured."""
     short: Count = 3

@@ -64,6 +64,22 @@ class LossWeights:
     """medusa2: weight of the heads' loss; the KL that keeps the target close to the original has weight 1."""
 
 
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """What a family's publication trains with: the defaults of settings that are not the draft's own."""
+
+    source: str
+    """Where the values are from, for docs/families.md."""
+    lr: float = 1e-3
+    warmup: float = 50
+    min_lr: float = 0.1
+    clip: float = 1.0
+    max_length: int = 2048
+    loss: LossName = "forward_kl"
+    mix: tuple[tuple[LossName, float], ...] = ()
+    decay: float = 0.8
+
+
 @dataclass
 class LoopConfig:
     """Optimiser, batch sizes, and how often to log, measure and save."""
@@ -81,10 +97,12 @@ class LoopConfig:
     """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
     lr: LearningRate = 1e-3
     """Peak learning rate of AdamW."""
+    min_lr: Share = 0.1
+    """Share of the peak to which the learning rate falls along a cosine, until the last step; 1: it stays."""
     muon_lr: Annotated[float, at_least(0, 10)] = 0.0
     """Peak learning rate of Muon for the weight matrices inside layers, such as 0.02; 0: AdamW trains them as well."""
-    warmup: CountOrZero = 50
-    """Steps of linear warm-up; afterwards the learning rate falls to a tenth of its peak along a cosine."""
+    warmup: Annotated[float, at_least(0)] = 50
+    """Steps of linear warm-up; below 1: as a share of all steps."""
     weight_decay: Annotated[float, at_least(0, 100)] = 0.0
     """Decoupled weight decay of AdamW and Muon."""
     clip: Annotated[float, above(0)] = 1.0

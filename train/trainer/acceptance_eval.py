@@ -13,7 +13,7 @@ from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance
-from train.data.prompts import Prompt, encode_prompt
+from train.data.conversations import Prompt, encode_prompt
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, read_prompts
 from train.settings.data import PromptSource

@@ -168,12 +168,11 @@ def settle(name: str, ours: T, default: T, claims: Mapping[str, T]) -> T:
     return said[1] if said else ours
 
 
-def settle_loop(s: LoopConfig, claims: Claims, processes: int) -> LoopConfig:
+def settle_loop(s: LoopConfig, claims: Claims, processes: int, default: LoopConfig) -> LoopConfig:
     """The loop's settings in force; accumulation over N micro-batches gives `micro_batch`.
 
     UserError if two say different things, and for a batch that cannot be split evenly.
     """
-    default = LoopConfig()
     batch_size = settle("loop.batch_size", s.batch_size, default.batch_size, claims.batch_size)
     rows = len(batching.rank_slice(0, processes, range(batch_size)))
     micro = settle("loop.micro_batch", s.micro_batch, default.micro_batch, claims.micro_batch)
@@ -239,7 +238,7 @@ def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> Disti
     return replace(
         s,
         mixed_precision=settle_precision(s.mixed_precision, claims, device_type, bf16),
-        loop=settle_loop(s.loop, claims, processes),
+        loop=settle_loop(s.loop, claims, processes, s.defaults(()).loop),
     )
 
 

@@ -36,11 +36,12 @@ from train.trainer.tracking import NullTracker
 
 
 def lr_multiplier(step: int, s: LoopConfig) -> float:
-    """The learning rate as a share of its peak: linear warm-up, then a cosine to a tenth at the last step."""
-    if step < s.warmup:
-        return (step + 1) / s.warmup
-    progress = (step - s.warmup) / max(1, s.steps - s.warmup)
-    return 0.55 + 0.45 * math.cos(math.pi * progress)
+    """The learning rate as a share of its peak: linear warm-up, then a cosine to `min_lr` at the last step."""
+    warmup = s.warmup if s.warmup >= 1 else round(s.warmup * s.steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, s.steps - warmup)
+    return (1 + s.min_lr) / 2 + (1 - s.min_lr) / 2 * math.cos(math.pi * progress)
 
 
 def build_optimizers(

@@ -19,7 +19,7 @@ from decode.model.loading import Target
 from train.data import batching, sample_store
 from train.data.manifest import set_damaged_aside
 from train.data.mixture import Mixture, source_at
-from train.data.sample_store import SampleRow, check_shard
+from train.data.sample_store import SampleRow, ids_in
 from train.families.base import TrainableDraft
 from train.families.registry import family_settings
 from train.settings.training import OnPolicyConfig
@@ -71,7 +71,7 @@ def find_damage(s: DistillConfig, step: int) -> str:
         return ""
     folder = round_folder(s, first, len(numbers))
     try:
-        found = {name for path in sample_store.shard_paths(folder) for name in check_shard(path)}
+        found = {name for path in sample_store.shard_paths(folder) for name in ids_in(path, True)}
     except UserError:
         return f"a shard of {folder}, which its next steps read, is damaged"
     missing = {draft_row_id(number) for number in numbers} - found
@@ -145,12 +145,12 @@ class OnPolicyBuffer:
         if self.accelerator.is_main_process:
             set_damaged_aside(folder, {draft_row_id(number) for number in wanted})
         self.accelerator.wait_for_everyone()
-        done = sample_store.done_ids(folder)
+        done = sample_store.row_ends(folder)
         self.accelerator.wait_for_everyone()  # no process writes before all have read what is done
         todo = [number for number in wanted if draft_row_id(number) not in done]
         mine = todo[self.accelerator.process_index :: self.accelerator.num_processes]
         if len(mine) > 0:
-            sample_store.add_shard(folder, self._generate_rows(mine))
+            sample_store.write_shard(folder, self._generate_rows(mine))
         self.accelerator.wait_for_everyone()
         rows = {
             row["id"]: batching.truncate_row(row, self.max_length)

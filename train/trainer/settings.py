@@ -1,5 +1,6 @@
 """DistillConfig, the settings of train/distill.py, which loads nothing that trains."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -45,7 +46,7 @@ class DistillConfig(RunSettings):
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     draft: DraftSettings = field(default_factory=CausalSettings)
     loss: LossName = "forward_kl"
-    """Divergence from the target's distribution; forward_kl is the robust default."""
+    """Divergence from the target's distribution: that of the family's publication, mostly forward_kl."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     weights: LossWeights = field(default_factory=LossWeights)
     """Weights of the parts of the loss of heads."""
@@ -83,3 +84,16 @@ class DistillConfig(RunSettings):
     after adding prompts to the set or for answers of a target that was fine-tuned a little since."""
     dry_run: Private[bool] = False
     """Only estimate what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
+
+    def defaults(self, given: Collection[str]) -> "DistillConfig":
+        """The settings of a run that is told nothing but this draft: those of its family. What belongs to a loss is
+        left out where another loss is `given`."""
+        of = self.draft.training_defaults()
+        return DistillConfig(
+            loss=of.loss,
+            divergence=DivergenceConfig(mix={} if "loss" in given else dict(of.mix)),
+            weights=LossWeights(decay=of.decay),
+            loop=LoopConfig(
+                lr=of.lr, warmup=of.warmup, min_lr=of.min_lr, clip=of.clip, max_length=of.max_length
+            ),
+        )

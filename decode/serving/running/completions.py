@@ -9,7 +9,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
@@ -23,14 +24,9 @@ from decode.common.secret_patterns import redact
 T = TypeVar("T")
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the first repetition of a request, and at most before a later one."""
-LONGEST_RETRY_AFTER = 600.0
-"""Seconds that a server may make a request wait."""
-CONNECT_SECONDS = 30.0
-"""For the list of models, which a running server gives at once."""
-PASSING = (408, 409, 425, 429)
-"""Statuses below 500 after which the same request may succeed."""
+FIRST_WAIT, LONGEST_WAIT, LONGEST_RETRY_AFTER = 1.0, 60.0, 600.0
+"""Seconds before the first repetition of a request, at most before a later one, and that a server may ask for."""
+CONNECT_SECONDS = 30.0  # for the list of models, which a running server gives at once
 
 
 class ServerSettings(Protocol):
@@ -56,10 +52,8 @@ class Server:
 
     url: str
     model: str
-    context: int | None
-    """Tokens of its longest text, if it says so."""
-    own: bool = False
-    """It was started for this run: once nobody listens at its address, it is gone."""
+    context: int | None  # tokens of its longest text, if it says so
+    own: bool = False  # it was started for this run: once nobody listens at its address, it is gone
 
 
 class PromptFailedError(Exception):
@@ -73,8 +67,9 @@ class PromptFailedError(Exception):
 class _PassingError(PromptFailedError):
     """One after which the same request may succeed."""
 
-    retry_after = 0.0
-    unreachable = False
+    def __init__(self, reason: str, details: str, retry_after: float = 0.0, gone: bool = False):
+        super().__init__(reason, details)
+        self.retry_after, self.unreachable = retry_after, gone
 
 
 def connect(s: ServerSettings) -> Server:
@@ -91,9 +86,8 @@ def connect(s: ServerSettings) -> Server:
         raise UserError(
             f"no server answers at {url:.120} ({one_line(error, 100)}): start it, or correct --url"
         ) from error
-    served: dict[str, int | None] = {}
-    if response.status_code != 404 or not s.model:  # some servers have no list of models
-        served = _served_models(response, url)
+    unlisted = response.status_code == 404 and s.model  # some servers have no list of models
+    served = {} if unlisted else _served_models(response, url)
     names = ", ".join(served)[:120]
     if s.model and served and s.model not in served:
         raise UserError(f"--model {s.model:.80}: the server at {url:.120} serves {names}")
@@ -140,7 +134,7 @@ class Completions:
         self.http, self.server, self.s = http, server, s
         self.responses = 0  # of any status: so often the server was there
 
-    async def request(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def request(self, body: Mapping[str, object], read: Callable[[Any], T]) -> T:
         """What `read` makes of the response to `body`, after as many attempts as are needed and allowed.
 
         PromptFailedError without one; UserError if the server is gone or refuses the key or the model.
@@ -164,7 +158,7 @@ class Completions:
             )
         raise problem
 
-    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def _attempt(self, body: Mapping[str, object], read: Callable[[Any], T]) -> T:
         try:
             async with asyncio.timeout(self.s.timeout):
                 response = await self.http.post(f"{self.server.url}/completions", json=body)
@@ -173,9 +167,8 @@ class Completions:
         except TimeoutError:
             raise _PassingError("timeout", f"no answer in {self.s.timeout:g} s") from None
         except httpx2.RequestError as error:
-            failed = _PassingError("connection", one_line(error, 100))
-            failed.unreachable = isinstance(error, httpx2.ConnectError)
-            raise failed from None
+            gone = isinstance(error, httpx2.ConnectError)
+            raise _PassingError("connection", one_line(error, 100), gone=gone) from None
         except MalformedReplyError as error:
             raise _PassingError("malformed answer", str(error)) from None
         except ForeignReplyError as error:
@@ -191,10 +184,8 @@ def _content(response: httpx2.Response, server: Server) -> Any:
             f"{server.url:.120}/completions: {_said(response)}: the server does not serve "
             f"{server.model:.80} there: correct --url or --model"
         )
-    if status in PASSING or status >= 500:
-        failed = _PassingError(f"HTTP {status}", _said(response))
-        failed.retry_after = _retry_after(response)
-        raise failed
+    if status in (408, 409, 425, 429) or status >= 500:
+        raise _PassingError(f"HTTP {status}", _said(response), _retry_after(response))
     if status != 200:
         raise PromptFailedError(f"HTTP {status}", _said(response))
     try:
@@ -228,14 +219,11 @@ def _check_key(response: httpx2.Response, url: str) -> None:
 
 def _retry_after(response: httpx2.Response) -> float:
     """Seconds that the server asks to wait, given as a number or as a date; 0 without any."""
-    value = response.headers.get("retry-after", "")
-    try:
+    value, seconds = response.headers.get("retry-after", ""), 0.0
+    with suppress(TypeError, ValueError, OverflowError):
+        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+    with suppress(ValueError):
         seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
-            seconds = 0.0
     return min(seconds, LONGEST_RETRY_AFTER) if seconds > 0 else 0.0
 
 

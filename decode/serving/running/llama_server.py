@@ -5,7 +5,7 @@ import os
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
-from decode.serving import llamacpp_engine, prometheus
+from decode.serving import prometheus
+from decode.serving.engine_logs import read_llamacpp_response
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running.server_process import find_executable, free_port, running_server
 
@@ -36,51 +37,38 @@ def find_server(asked: str = "") -> str:
 
 
 def server_version(server: str) -> str:
-    """What the executable says of its version."""
     done = subprocess.run([server, "--version"], capture_output=True, text=True)
     return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
-
-
-def server_command(
-    server: str, target: Path, draft: Path, kind: str, k: int, context: int, port: int
-) -> list[str]:
-    """The command line: one request at a time, without reuse of prompts, rounds of K greedy drafts. `kind` is the
-    draft's --spec-type."""
-    return [
-        *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
-        *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
-        *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
-        *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
-
-
-@dataclass(frozen=True)
-class ServedAnswer:
-    """llama.cpp's answer to one prompt."""
-
-    response: dict[str, Any]
-    """As it came; `tokens` are the answer's ids."""
-    counts: RequestCounts
 
 
 @contextmanager
 def llama_server(
     server: str, target: Path, draft: Path, kind: str, k: int, context: int
 ) -> Iterator[str]:
-    """The address of a server of these two GGUF files, which ends with the block."""
+    """The address of a server of these two GGUF files, which ends with the block: one request at a time, without reuse
+    of prompts, rounds of K greedy drafts. `kind` is the draft's --spec-type."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = server_command(server, target, draft, kind, k, context, port)
+    command = [
+        *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
+        *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
+        *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
+        *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
     with running_server(command, f"{url}/health", START_SECONDS, "llama-server"):
         yield url
 
 
-def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
-    """The greedy answer to a prompt of token ids, and what the server's counters rose by.
+@dataclass(frozen=True)
+class ServedAnswer:
+    response: dict[str, Any]  # as it came; `tokens` are the answer's ids
+    counts: RequestCounts
 
-    UserError for a server that does not count drafts, and if its response and its counters disagree.
-    """
+
+def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
+    """The greedy answer to a prompt of token ids, and what the server's counters rose by. UserError for a server that
+    does not count drafts, and if its response and its counters disagree."""
     request = {
         "prompt": list(prompt),
         "n_predict": max_new_tokens,
@@ -95,7 +83,7 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     # Counters by position appear with the first draft.
     rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
     counted = prometheus.sum_samples("llamacpp", rise, METRICS)
-    listed = llamacpp_engine.read_response(response, "the response of llama-server")
+    listed = read_llamacpp_response(response, "the response of llama-server")
     if (listed.drafted, listed.accepted) != (counted.drafted, counted.accepted):
         raise UserError(
             f"llama-server's response has {listed.drafted} drafted and {listed.accepted} accepted tokens, its /metrics "
@@ -106,7 +94,7 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
 
 
-def _call(url: str, request: dict[str, Any] | None = None) -> str:
+def _call(url: str, request: Mapping[str, object] | None = None) -> str:
     data = None if request is None else json.dumps(request).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data), timeout=REQUEST_SECONDS) as reply:  # fmt: skip

@@ -25,9 +25,7 @@ def main() -> int:
 
     asked = []  # when this process was asked to end
     signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the parent, which ends this process
     if os.getppid() == 1:  # it died before Linux was told to say so
         asked.append(time.monotonic())
     told = False

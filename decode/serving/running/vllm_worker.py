@@ -30,9 +30,8 @@ def main() -> None:
     import vllm  # once for all of them: it takes longer than most jobs
 
     for job in jobs:
-        child = (
-            os.fork()
-        )  # an engine does not free all memory, and a damaged draft may end its process
+        # An engine does not free all memory, and a damaged draft may end its process.
+        child = os.fork()
         if child == 0:
             write_line(run_job(vllm, job))
             os._exit(0)
@@ -50,11 +49,8 @@ def run_job(vllm, job: dict) -> dict:
     try:
         llm = build_llm(vllm, job)
         repaired = patch_sampler() if job["repair"] else []
-        return {
-            "vllm": vllm.__version__,
-            "repaired": repaired,
-            "answers": decode_prompts(vllm, llm, job),
-        }
+        answers = decode_prompts(vllm, llm, job)
+        return {"vllm": vllm.__version__, "repaired": repaired, "answers": answers}
     except Exception as error:  # any error of vLLM is the job's result
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -78,10 +74,8 @@ def build_llm(vllm, job: dict):
 
 def patch_sampler() -> list:
     """Replaces a broken function of vLLM's sampler, after an engine was built; returns the names of replaced functions.
-
     The CPU build of 0.32 should give each drafted token its request's temperature, and writes it to a copy: the
-    target's logits are then divided by uninitialised memory (vLLM's #42638 describes the same symptom).
-    """
+    target's logits are then divided by uninitialised memory (vLLM's #42638 describes the same symptom)."""
     import torch
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -100,10 +94,10 @@ def patch_sampler() -> list:
 
 
 def decode_prompts(vllm, llm, job: dict) -> list:
-    def decode(prompt: list, stop: list, temperature: float, seeds: list) -> list:
+    def decode(prompt: list, stop: list, seeds: list) -> list:
         sampling = [
             vllm.SamplingParams(
-                temperature=temperature,
+                temperature=job["temperature"],
                 top_k=job["top_k"] or -1,
                 top_p=job["top_p"],
                 max_tokens=job["max_new_tokens"],
@@ -116,8 +110,7 @@ def decode_prompts(vllm, llm, job: dict) -> list:
         ]
         return llm.generate([{"prompt_token_ids": prompt}] * len(seeds), sampling, use_tqdm=False)
 
-    fields = ("prompts", "stops", "temperatures", "seeds")
-    requests = list(zip(*(job[name] for name in fields), strict=True))
+    requests = list(zip(job["prompts"], job["stops"], job["seeds"], strict=True))
     decode(*requests[0])  # warm-up
     answers, before = [], read_counters(llm)
     for request in requests:

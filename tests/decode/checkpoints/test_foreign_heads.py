@@ -14,6 +14,7 @@ from decode.common.errors import UserError
 from decode.drafts.eagle_model import llama_config
 from decode.drafts.registry import load_draft
 from decode.model.modules import ACTIVATIONS
+from eval.served.reading import edit_tensors, set_config
 from tests.decode.checkpoints.test_importers import (
     TRAINERS,
     alike,
@@ -100,7 +101,7 @@ def test_a_surplus_layer_in_each_numbering(key: str, tmp_path: Path) -> None:
     own = small_target()
     path, net = specforge(tmp_path, own)
     if key == "flat":
-        edited(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 6, 7]))(tmp_path)
+        set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 6, 7])(tmp_path)
         edited(lambda c: c.pop("eagle_config"))(tmp_path)
     else:
         edited(lambda c: c["eagle_config"]["eagle_aux_hidden_state_layer_ids"].append(7))(tmp_path)
@@ -113,9 +114,7 @@ def test_a_surplus_layer_that_is_not_the_last_is_refused(tmp_path: Path) -> None
     """Catches a list from which any one might be the surplus one."""
     own = small_target()
     path, _ = specforge(tmp_path, own)
-    edited(lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 1, 3, 5]))(
-        tmp_path
-    )
+    set_config("eagle_config", eagle_aux_hidden_state_layer_ids=[0, 1, 3, 5])(tmp_path)
     with pytest.raises(UserError, match=r"6 is not the last of the target's 8"):
         quietly(path, own)
 
@@ -154,8 +153,7 @@ def test_linear_scaling_by_its_old_name_divides_positions() -> None:
     scaled: Any = net_of(
         "eagle3", own, rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0}
     )  # fmt: skip
-    x = torch.zeros(1, 5, 16)
-    at = torch.arange(5)[None]
+    x, at = torch.zeros(1, 5, 16), torch.arange(5)[None]
     for a, b in zip(scaled.rotary(x, 4 * at), plain.rotary(x, at), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
@@ -167,50 +165,50 @@ def fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight / scale).to(FP8)
 
 
-def whole(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+Quantised = tuple[Tensors, torch.Tensor]
+"""(a weight and its scales by the ends of their names, what they stand for)."""
+
+
+def whole(weight: torch.Tensor) -> Quantised:
     """One scale for all."""
     q = fp8(weight, torch.tensor(0.01))
     return {"": q, "_scale": torch.tensor(0.01)}, q.float() * 0.01
 
 
-def rows(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def rows(weight: torch.Tensor) -> Quantised:
     """A scale for each output."""
     scale = torch.linspace(0.01, 0.02, len(weight))[:, None]
     q = fp8(weight, scale)
     return {"": q, "_scale": scale.bfloat16()}, q.float() * scale.bfloat16().float()
 
 
-def flat_rows(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def flat_rows(weight: torch.Tensor) -> Quantised:
     found, wanted = rows(weight)
     return found | {"_scale": found["_scale"][:, 0]}, wanted
 
 
-def whole_numbers(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def whole_numbers(weight: torch.Tensor) -> Quantised:
     """int8 with a scale for each output, and what activations are multiplied by."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     q = (weight / scale).round().to(torch.int8)
-    more = {"_scale": scale}
-    return {"": q, **more}, q.float() * scale
+    return {"": q, "_scale": scale}, q.float() * scale
 
 
-def blocks(size: int) -> Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]:
-    def make(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def blocks(size: int) -> Callable[[torch.Tensor], Quantised]:
+    def make(weight: torch.Tensor) -> Quantised:
         height, width = (-(-n // size) for n in weight.shape)
         scale = 0.01 + 0.001 * torch.arange(height * width).view(height, width).float()
-        wanted, q = torch.empty_like(weight), torch.empty(weight.shape, dtype=FP8)
-        for i in range(len(weight)):
-            for j in range(weight.shape[1]):
-                own = scale[i // size, j // size]
-                q[i, j] = (weight[i, j] / own).to(FP8)
-                wanted[i, j] = q[i, j].float() * own
-        return {"": q, "_scale_inv": scale}, wanted
+        own = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)
+        own = own[: weight.shape[0], : weight.shape[1]]
+        q = fp8(weight, own)
+        return {"": q, "_scale_inv": scale}, q.float() * own
 
     return make
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-FORMS: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]], Any]] = {
+FORMS: dict[str, tuple[Callable[[torch.Tensor], Quantised], Any]] = {
     "one scale, no method named": (whole, None),
     "a scale a row": (rows, None),
     "a flat scale a row": (flat_rows, None),
@@ -241,7 +239,7 @@ def test_weights_in_eight_bits_are_what_their_scales_make_of_them(
         module.get_parameter(name.replace("midlayer.", "layers.0.")).data.copy_(wanted)
     save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
     if method is not None:
-        edited(lambda c: c.update(quantization_config=method))(tmp_path)
+        set_config(quantization_config=method)(tmp_path)
     draft = quietly(path, own)
     assert torch.equal(draft.net.layer.mlp.down_proj.weight, module.layer.mlp.down_proj.weight)
     alike(draft_of(net, own), draft, own)
@@ -251,7 +249,7 @@ def test_a_copied_quantization_config_changes_nothing(tmp_path: Path) -> None:
     """Catches a head refused because its trainer copied the target's config, which is quantised."""
     own = small_target()
     path, net = specforge(tmp_path, own)
-    edited(lambda c: c.update(quantization_config=COMPRESSED))(tmp_path)
+    set_config(quantization_config=COMPRESSED)(tmp_path)
     alike(draft_of(net, own), quietly(path, own), own)
 
 
@@ -307,12 +305,10 @@ def test_weights_in_few_bits_that_are_not_read_are_refused(kind: str, tmp_path: 
     """Catches bare numbers taken for weights; the line names the method or the tensor."""
     own, (parts, method, words) = small_target(), WRONG[kind]
     path, _ = specforge(tmp_path, own)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors[DOWN]
-    tensors |= {DOWN + end: value for end, value in parts.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    named = {DOWN + end: value for end, value in parts.items()}
+    edit_tensors(lambda t: (t.pop(DOWN), t.update(named)))(tmp_path)
     if method is not None:
-        edited(lambda c: c.update(quantization_config=method))(tmp_path)
+        set_config(quantization_config=method)(tmp_path)
     with pytest.raises(UserError) as error:
         quietly(path, own)
     assert words in str(error.value)

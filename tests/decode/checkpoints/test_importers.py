@@ -20,6 +20,7 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model import names
 from decode.model.loading import Target
+from eval.served.reading import Edit, remove_file, set_config
 from scripts import export
 from tests.decode.checkpoints.test_layouts import VD, V, proposals, saved, small_target
 from tests.decode.drafts.test_heads_decoding import TIGHT, Plain, distance, watched
@@ -98,16 +99,10 @@ def library(folder: Path, own: Target) -> tuple[str, Net]:
     )  # fmt: skip
     flat = fields("narrow", own)
     layer = llama(flat) | {"head_dim": flat["head_dim"]}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": V,
-        "target_hidden_size": own.runner.config.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
-        "transformer_layer_config": layer,
-        "speculators_config": {"verifier": {"name_or_path": "someone/target"}},
-        **flags,
-    }
+    config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **flags}
+    config |= {"draft_vocab_size": V, "target_hidden_size": own.runner.config.hidden_size}
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "transformer_layer_config": layer}
+    config |= {"speculators_config": {"verifier": {"name_or_path": "someone/target"}}}
     return write(folder, config, net.state_dict(), "model.safetensors"), net
 
 
@@ -201,10 +196,8 @@ def alike(a: Any, b: Any, own: Target) -> None:
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_published_draft_decodes_here(trainer: str, tmp_path: Path) -> None:
     """Catches any name, flag, size, layer id or map of another trainer that is read as something else: the logits are
-    those of the net that was written, bit for bit, over steps of the draft's own states.
-
-    Who loads it is told that no tokenizer was compared.
-    """
+    those of the net that was written, bit for bit, over steps of the draft's own states. Who loads it is told that no
+    tokenizer was compared."""
     own = small_target()
     path, net = TRAINERS[trainer](tmp_path, own)
     with pytest.warns(UserWarning, match="names no tokenizer to compare with that of 'tiny'"):
@@ -255,9 +248,8 @@ class Variant(Plain):
         last = self.out(state, tokens)[-1]
         full = torch.full((len(self.embedding),), -torch.inf, dtype=torch.float64)
         ids = torch.arange(len(full)) if self.ids is None else self.ids
-        full[ids] = self.w["lm_head.weight"] @ (
-            last if self.config["norm_output"] else self.rms(last, "norm")
-        )
+        normed = last if self.config["norm_output"] else self.rms(last, "norm")
+        full[ids] = self.w["lm_head.weight"] @ normed
         return full
 
     def out(self, state: torch.Tensor, tokens: list[int]) -> torch.Tensor:
@@ -280,9 +272,8 @@ class Variant(Plain):
 
 @pytest.mark.parametrize("flag", [*eagle_layouts.NORM_FLAGS, "all"])
 def test_flags_mean_what_engines_read_in_them(flag: str) -> None:
-    """Catches the residual taken from the wrong side of the norm, norms over all taps exchanged with norms of each,
-    and a normed state fed back once too often or not at all: against the formulas, three states of its own deep.
-    """
+    """Catches the residual taken from the wrong side of the norm, norms over all taps exchanged with norms of each, and
+    a normed state fed back once too often or not at all: against the formulas, three states of its own deep."""
     model = tiny_model("llama", dtype=torch.float64)
     own = tiny_target(model)
     # Norms of each tap and of all of them exclude each other.
@@ -293,14 +284,12 @@ def test_flags_mean_what_engines_read_in_them(flag: str) -> None:
     draft = draft_of(net, own)
     with watched(draft) as seen:
         decode(own, draft, tiny_prompts(7, 5), k=4, max_new_tokens=6)
-    compared = 0
+    assert [len(round_.calls) for round_ in seen[:3]] == [4, 4, 4]
     for number, round_ in enumerate(seen[:3]):
         row = number % 2
         for c, call in enumerate(round_.calls):
             want = formula.logits(round_.texts[row], round_.path(row, c, 0))[net.ids]
             assert distance(call.logits[row, 0].double(), want) < TIGHT
-            compared += 1
-    assert compared == 12
 
 
 # ---- what cannot be read ----
@@ -339,46 +328,31 @@ def points_elsewhere(folder: Path) -> None:
     (folder / "pytorch_model.bin").unlink()
 
 
-REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+REFUSED: dict[str, tuple[str, Edit, str]] = {
     "code in a pickle": ("eagle1 of its authors", bomb, "pytorch_model.bin"),
     "code in a checkpoint": ("eagle1 of its authors", boxed_bomb, "holds more than tensors"),
     "an index that points elsewhere": ("eagle1 of its authors", points_elsewhere, "which is no shard"),
-    "layers": ("eagle3 of SpecForge", edited(lambda c: c.update(num_hidden_layers=2)), "of 2 layers"),
-    "biases": ("eagle3 of SpecForge", edited(lambda c: c.update(attention_bias=True)), "biases"),
+    "layers": ("eagle3 of SpecForge", set_config(num_hidden_layers=2), "of 2 layers"),
+    "biases": ("eagle3 of SpecForge", set_config(attention_bias=True), "biases"),
     "layer of another kind": (
-        "eagle3 of speculators",
-        edited(lambda c: c["transformer_layer_config"].update(model_type="qwen3")),
-        "type 'qwen3'",
+        "eagle3 of speculators", set_config("transformer_layer_config", model_type="qwen3"), "type 'qwen3'"
     ),
     "another algorithm": (
-        "eagle3 of speculators",
-        edited(lambda c: c.update(speculators_model_type="dflash")),
-        "its tensors are those of eagle3",
+        "eagle3 of speculators", set_config(speculators_model_type="dflash"), "its tensors are those of eagle3"
     ),
-    "no sizes": ("eagle3 of SpecForge", edited(lambda c: c.pop("hidden_size")), "hidden_size"),
+    "no sizes": ("eagle3 of SpecForge", set_config(hidden_size=None), "hidden_size"),
     "a config that is a list": (
-        "medusa of its authors",
-        lambda folder: (folder / "config.json").write_text("[]"),
-        "config.json",
+        "medusa of its authors", lambda folder: (folder / "config.json").write_text("[]"), "config.json"
     ),
-    "another vocabulary": (
-        "eagle1 of its authors",
-        edited(lambda c: c.update(vocab_size=65)),
-        "vocab_size 65 and its target 64",
-    ),
-    "no folder": (
-        "eagle1 of its authors",
-        lambda folder: (folder / "config.json").unlink(),
-        "holds no config.json",
-    ),
+    "another vocabulary": ("eagle1 of its authors", set_config(vocab_size=65), "vocab_size 65 and its target 64"),
+    "no folder": ("eagle1 of its authors", remove_file("config.json"), "holds no config.json"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_read_is_refused(kind: str, tmp_path: Path) -> None:
     """Catches code that a checkpoint brings and loading runs, a file name from the network taken for a path, and heads
-    that would decode as something that they are not.
-    """
+    that would decode as something that they are not."""
     trainer, damage, message = REFUSED[kind]
     own = small_target()
     path, _ = TRAINERS[trainer](tmp_path, own)
@@ -398,11 +372,9 @@ def exported(path: str, out: Path, form: str, **settings: Any) -> str:
     return str(out)
 
 
-def raw(path: str) -> Tensors:
-    return importers.raw_tensors(path)
-
-
-def same(a: Tensors, b: Tensors) -> None:
+def same(path: str, other: str) -> None:
+    """Both folders have equal tensors of equal dtypes under equal names."""
+    a, b = importers.raw_tensors(path), importers.raw_tensors(other)
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert value.dtype == b[name].dtype
@@ -417,37 +389,34 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-THERE = [
-    ("eagle3", "speculators"),
-    ("narrow", "speculators"),
-    ("eagle1", "flat"),
-    ("medusa", "medusa-legacy"),
-]
+THERE = {
+    "eagle3": "speculators",
+    "narrow": "speculators",
+    "eagle1": "flat",
+    "medusa": "medusa-legacy",
+}
 
 
-@pytest.mark.parametrize(("family", "form"), THERE)
+@pytest.mark.parametrize(("family", "form"), THERE.items())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back(
     family: str, form: str, dtype: torch.dtype, tmp_path: Path, target_folder: str
 ) -> None:
     """Catches a tensor lost, renamed wrongly or rounded on the way, a setting that does not survive it, and a layer id
-    read in the other convention: what comes back is byte for byte what went.
-    """
+    read in the other convention: what comes back is byte for byte what went."""
     own = small_target()
-    layers = {} if family in ("medusa", "eagle1") else {"taps": (1, 3, 6)}
     home = tmp_path / "ours"
     net = net_of(family, own)
     config = fields(family, own)
-    if layers:
-        config |= layouts.aux_layer_fields(layers["taps"])
+    if family not in ("medusa", "eagle1"):
+        config |= layouts.aux_layer_fields((1, 3, 6))
     layouts.save_heads(home, config, net, dtype, getattr(net, "ids", None))
     name = "eagle3" if family == "narrow" else family
-    (home / METADATA_FILE).write_text(
-        json.dumps({"family": name, "tokenizer_hash": own.fingerprint})
-    )
+    facts = {"family": name, "tokenizer_hash": own.fingerprint}
+    (home / METADATA_FILE).write_text(json.dumps(facts))
     there = exported(str(home), tmp_path / "there", form, target=target_folder, k=7)
     back = exported(there, tmp_path / "back", "flat", target=target_folder)
-    same(raw(back), raw(str(home)))
+    same(back, str(home))
     a, b = importers.read_checkpoint(str(home)), importers.read_checkpoint(back)
     shared = set(a.config) & set(b.config)
     assert {key: a.config[key] for key in shared} == {key: b.config[key] for key in shared}
@@ -471,29 +440,25 @@ FOREIGN = {
 @pytest.mark.parametrize("trainer", FOREIGN)
 def test_a_published_draft_keeps_its_bits(trainer: str, tmp_path: Path, target_folder: str) -> None:
     """Catches a conversion that rounds, reorders or drops: in the layout that it came in, the tensors are those that
-    were read; and no draftsmith.json is made up.
-    """
+    were read; and no draftsmith.json is made up."""
     own = small_target()
     path, net = TRAINERS[trainer](tmp_path / "theirs", own)
     out = exported(path, tmp_path / "out", FOREIGN[trainer], target=target_folder)
-    same(raw(out), raw(path))
+    same(out, path)
     assert not (tmp_path / "out" / METADATA_FILE).exists()
     alike(quietly(out, own), draft_of(net, own), own)
 
 
 def test_the_speculators_config_is_golden(tmp_path: Path, target_folder: str) -> None:
     """Catches what vLLM requires of the nested format and silently reads as something else when it is absent: a
-    model_type hides it all, norm_before_residual is true unless said, vocab_size must be the target's.
-    """
+    model_type hides it all, norm_before_residual is true unless said, vocab_size must be the target's."""
     home = saved(tmp_path / "ours", "eagle3")
     out = exported(home, tmp_path / "out", "speculators", target=target_folder, k=7)
     config = json.loads((Path(out) / "config.json").read_text())
     assert "model_type" not in config
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["speculators_model_type"] == "eagle3"
-    assert {flag: config[flag] for flag in eagle_layouts.NORM_FLAGS} == dict.fromkeys(
-        eagle_layouts.NORM_FLAGS, False
-    )
+    assert {config[flag] for flag in eagle_layouts.NORM_FLAGS} == {False}
     assert (config["draft_vocab_size"], config["target_hidden_size"]) == (VD, 16)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     layer = config["transformer_layer_config"]
@@ -518,7 +483,7 @@ def test_heads_without_a_projection_get_the_targets_for_vllm(
     path, net = headless_medusa(tmp_path / "theirs", own)
     out = exported(path, tmp_path / "out", "flat", target=target_folder)
     head = own.runner.model.get_output_embeddings().weight
-    assert torch.equal(raw(out)["lm_head.weight"], head)
+    assert torch.equal(importers.raw_tensors(out)["lm_head.weight"], head)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["original_lm_head"]
     assert (config["vocab_size"], config["hidden_size"], config["num_heads"]) == (V, 16, 3)
@@ -575,23 +540,22 @@ def causal(folder: Path, vocab: int) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("rows", [4096, 4000])
+@pytest.mark.parametrize("rows", [4096, 4000, 4104])
 def test_hf_has_the_targets_vocabulary_and_tokenizer(rows: int, tmp_path: Path) -> None:
-    """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further
-    (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew.
-    """
+    """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further or
+    less (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew."""
     home = causal(tmp_path / "ours", rows)
     out = Path(exported(home, tmp_path / "out", "hf", target=str(ASSETS / "target")))
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (home, out))
     assert after.config.vocab_size == 4096
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
-        rows_of = a.shape[0]
-        assert torch.equal(a, b[:rows_of])
-        assert torch.allclose(b[rows_of:], a.mean(0).expand_as(b[rows_of:]), atol=1e-6)
+        shared = min(len(a), len(b))
+        assert torch.equal(a[:shared], b[:shared])
+        assert torch.allclose(b[shared:], a.mean(0).expand_as(b[shared:]), atol=1e-6)
     for file in (ASSETS / "target").glob("tokenizer*"):
         assert (out / file.name).read_bytes() == file.read_bytes()
     if rows == 4096:
-        same(raw(str(out)), raw(home))
+        same(str(out), home)
 
 
 def test_hf_refuses_another_tokenizer(tmp_path: Path) -> None:
@@ -623,8 +587,7 @@ def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_reached")
 def test_only_known_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches code or pickles fetched from a repository that has safetensors, and names taken from it: what is asked
-    for is a fixed list, and pickles only where nothing else holds weights.
-    """
+    for is a fixed list, and pickles only where nothing else holds weights."""
     path, net = authors_eagle1(tmp_path, small_target())
     asked: list[list[str]] = []
 

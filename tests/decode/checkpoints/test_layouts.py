@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from decode.checkpoints import eagle_layouts, head_layouts, layouts
 from decode.checkpoints.draft_folder import METADATA_FILE
@@ -19,6 +19,7 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
+from eval.served.reading import edit_tensors, rename, set_config
 from tests.decode.drafts.test_heads_decoding import watched
 from tests.heads import FAMILIES, HEADS, draft_of, hf_states, ids_of, net_of, save
 from tests.tiny import rope, tiny_model, tiny_prompts, tiny_target
@@ -47,9 +48,8 @@ VD = 55
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_have_the_names_and_shapes_of_the_format(family: str, tmp_path: Path) -> None:
-    """Catches a parameter renamed in our nets, buffers that are saved, maps for a full vocabulary: engines would
-    refuse the file, or drop what they do not know without a word. Which names and sizes they are, goldens say.
-    """
+    """Catches a parameter renamed in our nets, buffers that are saved, maps for a full vocabulary: engines would refuse
+    the file, or drop what they do not know without a word. Which names and sizes they are, goldens say."""
     path = saved(tmp_path, family)
     layout = LAYOUTS["eagle3" if family == "narrow" else family]
     config, tensors = layouts.read_config(path), load_file(f"{path}/model.safetensors")
@@ -59,9 +59,8 @@ def test_tensors_have_the_names_and_shapes_of_the_format(family: str, tmp_path: 
         del wanted[name]
     assert {layout.name(name): tuple(value.shape) for name, value in tensors.items()} == wanted
     assert any(name.startswith("midlayer.") for name in tensors) == (layout.family == "eagle3")
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
-        ["config.json", METADATA_FILE, "model.safetensors"]
-    )
+    files = {file.name for file in tmp_path.iterdir()}
+    assert files == {"config.json", METADATA_FILE, "model.safetensors"}
 
 
 def test_medusa_has_no_other_keys_that_vllm_would_rename() -> None:
@@ -85,9 +84,7 @@ def sglang_taps(config: dict[str, Any], layers: int) -> list[int]:
 @pytest.mark.parametrize("layers", [(2, 4, 5), (1, 4, 7), (3, 6)])
 def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
     """Catches ids in one convention where an engine reads the other (vLLM PR #43671: 10 % accepted instead of 45 %).
-
-    Ids of the default layers are not written: some engines misread them.
-    """
+    Ids of the default layers are not written: some engines misread them."""
     config = eagle_layouts.eagle3_config(small_target().runner.config, V, VD, layers)
     assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
     assert eagle_layouts.aux_layers(config, LAYERS) == layers
@@ -122,8 +119,7 @@ def proposals(draft: Any, own: Target) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reloaded_draft_computes_the_same(family: str, tmp_path: Path) -> None:
     """Catches a tensor lost or exchanged, norms or feedback that differ (methods 16, 17), RoPE that falls back to its
-    default (15), a vocabulary map applied twice or not: bit for bit, over three steps of the draft's own states.
-    """
+    default (15), a vocabulary map applied twice or not: bit for bit, over three steps of the draft's own states."""
     own = small_target()
     net = net_of(family, own)
     path = save(tmp_path, family, net, own, torch.float32)
@@ -155,10 +151,8 @@ def test_the_targets_rope_is_the_drafts(family: str, kind: str, tmp_path: Path) 
     place, x = torch.arange(60)[None], torch.zeros(1)
     for a, b in zip(draft.net.rotary(x, place), theirs(x, place), strict=True):
         assert torch.equal(a, b)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (
-        config["rope_theta"] == config["rope_parameters"]["rope_theta"] == ROPES[kind]["rope_theta"]
-    )
+    config, theta = json.loads((tmp_path / "config.json").read_text()), ROPES[kind]["rope_theta"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
     assert config["rope_scaling"] == (None if kind == "theta" else config["rope_parameters"])
 
 
@@ -192,15 +186,12 @@ def test_positions_are_exact_in_bfloat16(family: str, tmp_path: Path) -> None:
 
 def test_the_other_name_of_the_layer_is_accepted(tmp_path: Path) -> None:
     """Catches refusal of `layers.0.`, which speculators writes where EAGLE-3's authors write `midlayer.` (SpecForge
-    once lost the one, SGLang long did not know the other: 0 % accepted).
-    """
+    once lost the one, SGLang long did not know the other: 0 % accepted)."""
     own = small_target()
     net = net_of("eagle3", own)
     path = save(tmp_path, "eagle3", net, own, torch.float32)
-    tensors = load_file(f"{path}/model.safetensors")
-    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
-    assert renamed.keys() != tensors.keys()
-    save_file(renamed, f"{path}/model.safetensors")
+    for name in load_file(f"{path}/model.safetensors"):
+        rename(name, name.replace("midlayer.", "layers.0."))(tmp_path)
     draft: Any = load_draft(path, own)
     for name, value in net.state_dict().items():
         assert torch.equal(draft.net.state_dict()[name], value)
@@ -248,18 +239,9 @@ def test_a_longrope_for_part_of_each_head_is_left_out() -> None:
 # ---- damage ----
 
 
-def edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+def set_metadata(**changes: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return edit
-
-
-def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        file = folder / name
+        file = folder / METADATA_FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
     return edit
@@ -281,11 +263,7 @@ def shorten(tensors: dict[str, torch.Tensor]) -> None:
 
 NORM = "layers.0.post_attention_layernorm.weight"
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "missing": (
-        "eagle3",
-        edit_tensors(lambda t: t.pop(NORM.replace("layers.0", "midlayer"))),
-        f"{NORM} is missing",
-    ),
+    "missing": ("eagle3", edit_tensors(lambda t: t.pop(NORM.replace("layers.0", "midlayer"))), f"{NORM} is missing"),
     "missing head": ("medusa", edit_tensors(lambda t: t.pop("lm_heads.1.weight")), "lm_heads.1.weight"),
     "missing bias": ("medusa", edit_tensors(lambda t: t.pop("blocks.2.layers.0.bias")), "blocks.2"),
     "missing embedding": ("narrow", edit_tensors(lambda t: t.pop("embed_tokens.weight")), "embed_tok"),
@@ -305,37 +283,29 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "index for offset": ("eagle3", edit_tensors(lambda t: t["d2t"].add_(torch.arange(VD))), "rise within"),
     "falling map": ("eagle3", edit_tensors(lambda t: t["d2t"][:2].copy_(torch.tensor([5, 0]))), "rise"),
     "negative map": ("eagle3", edit_tensors(lambda t: t["d2t"][:1].fill_(-1)), "rise within"),
-    "other map": (
-        "eagle3",
-        edit_tensors(lambda t: t["d2t"][49:50].sub_(1)),  # 57 for 58
-        "d2t and t2d name different",
-    ),
+    # 57 for 58
+    "other map": ("eagle3", edit_tensors(lambda t: t["d2t"][49:50].sub_(1)), "d2t and t2d name different"),
     "short map": ("eagle3", edit_tensors(shorten), "54 ids in d2t and draft_vocab_size 55"),
     "no map": ("eagle3", edit_tensors(lambda t: t.pop("d2t")), "55 of 64 ids and no d2t"),
     "half a file": ("eagle1", half, "model.safetensors cannot be read"),
     "no file": ("medusa", lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
     "no config": ("medusa", lambda folder: (folder / "config.json").unlink(), "no readable config.json"),
     "half a config": ("eagle3", lambda folder: (folder / "config.json").write_text("{"), "no readable"),
-    "tokenizer": ("eagle3", edit_json(METADATA_FILE, tokenizer_hash="0123"), "tokenizer 0123.*target 'tiny'"),
-    "width": ("medusa", edit_json("config.json", hidden_size=32), "hidden_size 32 and its target 16"),
-    "target's width": ("eagle3", edit_json("config.json", target_hidden_size=32), "fc.weight reads 48"),
-    "vocabulary": ("eagle1", edit_json("config.json", vocab_size=65), "vocab_size 65 and its target 64"),
-    "heads": ("eagle3", edit_json("config.json", num_attention_heads=8), "q_proj.weight"),
-    "more heads": ("medusa", edit_json("config.json", num_heads=4), "blocks.3"),
-    "tap": (
-        "eagle3",
-        edit_json("config.json", eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
-        "no layer 8 to tap",
-    ),
-    "family": ("eagle3", edit_json(METADATA_FILE, family="eagle4"), "of family 'eagle4'; known: .*eagle3"),
+    "tokenizer": ("eagle3", set_metadata(tokenizer_hash="0123"), "tokenizer 0123.*target 'tiny'"),
+    "width": ("medusa", set_config(hidden_size=32), "hidden_size 32 and its target 16"),
+    "target's width": ("eagle3", set_config(target_hidden_size=32), "fc.weight reads 48"),
+    "vocabulary": ("eagle1", set_config(vocab_size=65), "vocab_size 65 and its target 64"),
+    "heads": ("eagle3", set_config(num_attention_heads=8), "q_proj.weight"),
+    "more heads": ("medusa", set_config(num_heads=4), "blocks.3"),
+    "tap": ("eagle3", set_config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), "no layer 8 to tap"),
+    "family": ("eagle3", set_metadata(family="eagle4"), "of family 'eagle4'; known: .*eagle3"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Catches a draft that loads with something missing, random or meant for another target, and accepts little; and
-    a stack trace where the user can act.
-    """
+    """Catches a draft that loads with something missing, random or meant for another target, and accepts little; and a
+    stack trace where the user can act."""
     family, damage, message = DAMAGE[kind]
     own = small_target()
     path = save(tmp_path, family, net_of(family, own), own, torch.float32)

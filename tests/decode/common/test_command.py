@@ -45,30 +45,6 @@ def raises(error: BaseException) -> Callable[[Settings], None]:
     return main
 
 
-def refuse(settings: Settings) -> None:
-    raise UserError(f"no {settings.target}: give another")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--step", "3"], "did you mean 'steps'"),
-        (["--steps", "many"], "steps"),
-        (["--config", "/none.yaml"], "/none.yaml"),
-        (["--target", "x"], "no x: give another"),
-    ],
-)
-def test_bad_input_ends_with_one_line_and_code_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a stack trace or a page of usage where one line tells the user what to change."""
-    code, err = end_of(capsys, refuse, *argv)
-    assert code == 2
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert said in err
-
-
 def test_main_gets_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a command that parses and does nothing, and a success that is not exit code 0."""
     seen: list[Settings] = []

@@ -48,11 +48,12 @@ def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFi
     ]
 
 
-def test_the_interval_can_be_chosen_and_counts_for_each_task(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
+def test_the_interval_counts_for_each_task(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an interval that is ignored, and one task whose lines keep another one silent."""
-    with progress_bars(log_console(), line_seconds=5) as bars:
+    """Catches one task whose lines keep another one silent."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 5)
+    with progress_bars(log_console()) as bars:
         one, other = bars.add_task("one", total=10), bars.add_task("other")
         clock.now += 4
         bars.advance(one)

@@ -40,7 +40,7 @@ HEAD = [
     "--draft.family",
     "eagle3",
     "--draft.taps",
-    "[0, 1]",
+    "[0,1]",
     "--draft.steps",
     2,
     "--draft.vocab",
@@ -92,10 +92,8 @@ def test_a_target_on_disk_decodes_the_same(world: World) -> None:
 
 
 def test_a_target_on_disk_trains_the_same_head(world: World, data: Path, tmp_path: Path) -> None:
-    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there.
-
-    Layers in memory share products (decode/model/linear), which rounds otherwise.
-    """
+    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there. Layers in
+    memory share products (decode/model/linear), which rounds otherwise."""
     one, spread = tmp_path / "one", tmp_path / "spread"
     wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
     found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)
@@ -129,40 +127,37 @@ def test_a_target_on_disk_samples_the_same_rows(world: World, data: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("placement", "size", "said"),
+    ("kind", "variables", "said"),
     [
-        (PlacementConfig("tensor_parallel"), "1", "torchrun --nproc-per-node"),
-        (PlacementConfig("device_map"), "2", "start one process"),
+        ("tensor_parallel", {"WORLD_SIZE": "1"}, "torchrun --nproc-per-node"),
+        ("device_map", {"WORLD_SIZE": "2"}, "start one process"),
+        ("tensor_parallel", {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "FSDP would shard the draft"),
     ],
-)
+)  # fmt: skip
 def test_a_launch_that_does_not_suit_is_refused(
-    placement: PlacementConfig, size: str, said: str, monkeypatch: pytest.MonkeyPatch
+    kind: Any, variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: one process waits for others, or several put the whole target on each device."""
-    monkeypatch.setenv("WORLD_SIZE", size)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said):
-        run_placed(placement, lambda: pytest.fail("it ran"))
+        run_placed(PlacementConfig(kind), lambda: pytest.fail("it ran"))
 
 
-def test_other_parallelism_over_the_same_processes_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("placement", "dtype", "said"),
+    [
+        (PlacementConfig("device_map", {"cpu": 0.0}), "float32", "raise it"),
+        (PlacementConfig("device_map", {"cuda:9": 1.0}), "float32", "device 'cuda:9' is not on this machine"),
+        (ON_DISK, "int8", "another dtype than int8"),
+        (PlacementConfig("tensor_parallel"), "float32", "in one process only"),
+    ],
+)  # fmt: skip
+def test_bad_placements_are_refused(
+    placement: PlacementConfig, dtype: str, said: str, world: World
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="FSDP would shard the draft"):
-        run_placed(PlacementConfig("tensor_parallel"), lambda: pytest.fail("it ran"))
-
-
-def test_bad_placements_are_refused(world: World) -> None:
-    target = str(world.target)
-    with pytest.raises(UserError, match="raise it"):
-        load_target(PlacementConfig("device_map", {"cpu": 0.0}), target, "cpu")
-    with pytest.raises(UserError, match=r"device 'cuda:9' is not on this machine"):
-        load_target(PlacementConfig("device_map", {"cuda:9": 1.0}), target, "cpu")
-    with pytest.raises(UserError, match="another dtype than int8"):
-        load_target(ON_DISK, target, "cpu", "int8")
-    with pytest.raises(UserError, match="in one process only"):
-        load_target(PlacementConfig("tensor_parallel"), target, "cpu")
+    with pytest.raises(UserError, match=said):
+        load_target(placement, str(world.target), "cpu", dtype)
 
 
 @pytest.mark.parametrize("part", ["an encoder", "recurrent layers"])
@@ -217,14 +212,11 @@ def test_two_slices_compute_what_the_whole_does(world: World, tmp_path: Path) ->
     out = tmp_path / "found"
     done = worlds.run("tests/decode/distributed/run_sliced.py", world.target, out, processes=2)
     assert done.code == 0, done.err
-    found, wanted = (
-        json.loads(out.read_text()),
-        logits_and_texts(loading.load_target(str(world.target), "cpu")),
-    )
+    found = json.loads(out.read_text())
+    wanted = logits_and_texts(loading.load_target(str(world.target), "cpu"))
     assert found["texts"] == wanted["texts"]
-    torch.testing.assert_close(
-        torch.tensor(found["logits"]), torch.tensor(wanted["logits"]), atol=1e-5, rtol=0
-    )
+    logits = (torch.tensor(x["logits"]) for x in (found, wanted))
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -253,24 +245,18 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
         "--tasks", json.dumps([{"name": "own", "path": str(world.prompts), "limit": 3}]),
         "--max_new_tokens", 12, "--phase_prompts", 0,
     ]  # fmt: skip
-    launches: dict[str, Callable[..., Done]] = {
-        "one": worlds.call,
-        "two": partial(worlds.run, processes=2),
-    }
-    outputs = {}
-    for name, launch in launches.items():
+    two: Callable[..., Done] = partial(worlds.run, processes=2)
+    outputs = []
+    for name, launch, more in (("one", worlds.call, []), ("two", two, SLICED)):
         out = tmp_path / name
-        more = SLICED if name == "two" else []
         done = launch(*map(str, words), "--out", str(out), *more)
         assert done.code == 0, done.err
         lines = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
-        outputs[name] = [{**line, "seconds": 0.0, "measured_seconds": 0.0} for line in lines]
+        outputs.append([{**line, "seconds": 0.0, "measured_seconds": 0.0} for line in lines])
         report = json.loads((out / "report.json").read_text())
-        greedy = [
-            x["lossless"]["greedy_identical"] for x in report["methods"] if not x["temperature"]
-        ]
-        assert set(greedy) == {True}
-    assert outputs["one"] == outputs["two"]
+        greedy = [x["lossless"] for x in report["methods"] if not x["temperature"]]
+        assert {x["greedy_identical"] for x in greedy} == {True}
+    assert outputs[0] == outputs[1]
 
 
 # ---- which device each layer is on ----
@@ -279,13 +265,10 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
 @pytest.mark.parametrize(
     ("room", "wanted"),
     [
-        (
-            {"cuda:0": 14, "cuda:1": 20, "cpu": 7},
-            "cuda:0 cuda:1 cuda:1 cuda:1 cuda:1 cpu disk disk",
-        ),
-        ({"cpu": 10}, "disk disk disk disk disk disk disk disk"),
+        ({"cuda:0": 14, "cuda:1": 20, "cpu": 7}, "cuda:0 " + "cuda:1 " * 4 + "cpu disk disk"),
+        ({"cpu": 10}, "disk " * 8),
         ({"cuda:0": 100, "cpu": 0}, "cuda:0 " * 8),
-        ({"cuda:0": 16, "cpu": 100}, "cuda:0 cpu cpu cpu cpu cpu cpu cpu"),
+        ({"cuda:0": 16, "cpu": 100}, "cuda:0 " + "cpu " * 7),
     ],
 )
 def test_devices_are_filled_in_order(room: dict[str, int], wanted: str) -> None:

@@ -15,25 +15,14 @@ from decode.common.errors import UserError
 from decode.drafts.blocks import DFlashDraft
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
-from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import draft_family, load_draft
-from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target
-from decode.verification.sampling import SamplingParams
 from decode.verification.tree import TreeShape
-from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
-from tests.decode.verification.test_exact_distribution import (
-    ROUND_1,
-    ROUND_2,
-    distance_from_own_law,
-    engine_law,
-    small,
-)
+from tests.blocks import LENGTH, PROMPTS, K, decode_and_compare, watch_logits
 from tests.heads import prefilled, randomise
-from tests.params import rotated, slow_except
-from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
+from tests.tiny import VOCAB, tiny_model, tiny_target
 
 RANK = 6
 IDS = torch.tensor([i for i in range(VOCAB) if i % 7 != 1])
@@ -123,150 +112,6 @@ def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple
 
     with watch_logits(inner, net, "base_logits") as seen:
         return decode_and_compare(own, draft, seen, formula, **settings)
-
-
-@pytest.mark.parametrize(("arch", "name"), slow_except(rotated(ARCHITECTURES, NAMES), FEW))
-def test_distributions_are_those_of_the_formulas(arch: str, name: str) -> None:
-    """Catches context one off, a block's keys that stay, causal blocks and norms of another layer, after every number
-    of accepted drafts and for rows shorter than what is written again."""
-    own = tiny_target(tiny_model(arch))
-    draft = draft_of(name, own)
-    worst, counts = drift(draft, draft, own, sampling=HOT)
-    assert worst < 2e-3
-    assert len(counts) > 2
-
-
-@pytest.mark.parametrize("shape", ["fixed", "grown"])
-@pytest.mark.parametrize("name", NAMES)
-def test_distributions_in_trees(name: str, shape: str) -> None:
-    own = tiny_target(tiny_model("llama"))
-    draft = draft_of(name, own, SHAPES[shape])
-    assert drift(draft, draft, own)[0] < 2e-3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_distributions_after_rounds_without_it(name: str) -> None:
-    """Catches context that a lookup's rounds committed and the KV cache lacks."""
-    own = tiny_target(tiny_model("llama"))
-    inner = draft_of(name, own)
-    draft = TwoSourceDraft(NgramDraft(longest=2, shortest=1), inner, VOCAB)
-    assert drift(draft, inner, own)[0] < 2e-3
-
-
-WRITE, MAKE_BLOCK = DFlashDraft._write_context, DFlashModel.block_tokens
-
-
-def late_context(self: DFlashDraft, states: Tensor, base: Tensor, row: Any = None) -> None:
-    WRITE(self, states, base + 1, row)
-
-
-def no_rewrite(self: DFlashDraft, states: Tensor, base: Tensor, row: Any = None) -> None:
-    if row is not None:
-        WRITE(self, states, base, row)
-
-
-def causal_begin(self: DFlashDraft, request: Any) -> None:
-    BEGIN(self, request)
-    self.block = type(self.block)(
-        self.block.index, self.block.depth, self.block.ancestor_mask.tril()
-    )
-
-
-BEGIN = DFlashDraft.begin_batch
-
-
-@pytest.mark.parametrize(
-    ("method", "bug"),
-    [
-        ("_write_context", late_context),
-        ("_write_context", no_rewrite),
-        ("begin_batch", causal_begin),
-    ],
-)
-def test_planted_bugs_change_the_distributions(
-    method: str, bug: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests above are blind if one of these goes unseen."""
-    monkeypatch.setattr(DFlashDraft, method, bug)
-    own = tiny_target(tiny_model("llama"))
-    draft = draft_of("dflash", own)
-    assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
-
-
-@pytest.mark.parametrize(
-    ("arch", "name", "shape"), slow_except(rotated(ARCHITECTURES, NAMES, SHAPES), FEW)
-)
-def test_greedy_text_is_the_targets(arch: str, name: str, shape: str) -> None:
-    own = tiny_target(tiny_model(arch))
-    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
-    outputs = decode(own, draft_of(name, own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
-    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
-
-
-# ---- the law ----
-
-
-def law_distance(name: str, k: int, length: int, paths: int, temperature: float) -> float:
-    model, sampling = small(num_hidden_layers=2), SamplingParams(temperature)
-    own = tiny_target(model)
-    draft = draft_of(name, own, ids=None, taps=(0, 1))
-    law = engine_law(own, draft, k, length, sampling, paths)
-    return distance_from_own_law(law, model, length, sampling)
-
-
-@pytest.mark.parametrize(
-    ("k", "length", "paths"),
-    [
-        (1, 3, 3 * ROUND_1**2),
-        (2, 2, 3 * ROUND_2),
-        pytest.param(2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_sampled_text_has_the_targets_law(name: str, k: int, length: int, paths: int) -> None:
-    """Catches a q that is not what a token was drawn from, the correction included. Exact: no false alarm."""
-    assert law_distance(name, k, length, paths, 0.7) < 1e-7  # HF norms compute in fp32
-
-
-PROPOSE = DFlashDraft.propose
-
-
-def uncorrected_q(self: DFlashDraft, history: Tensor, length: Tensor, k: int) -> Any:
-    """Reports the law before the correction for tokens drawn after it."""
-    found: list[Tensor] = []
-    base_logits = self.net.base_logits
-
-    def keep(states: Tensor) -> Tensor:
-        found.append(base_logits(states))
-        return found[-1]
-
-    self.net.base_logits = keep  # type: ignore[method-assign]
-    proposal = PROPOSE(self, history, length, k)
-    del self.net.base_logits
-    q = (found[-1] / self.request.sampling.temperature).softmax(-1)
-    return type(proposal)(proposal.tokens, q, proposal.tree, proposal.finite)
-
-
-def first_level_everywhere(self: DFlashDraft, *inputs: Any) -> Any:
-    proposal = PROPOSE(self, *inputs)
-    assert proposal.q is not None
-    q = proposal.q[:, :1].expand_as(proposal.q)
-    return type(proposal)(proposal.tokens, q, proposal.tree, proposal.finite)
-
-
-@pytest.mark.parametrize(
-    ("bug", "k", "length", "paths"),
-    [
-        (uncorrected_q, 1, 3, 3 * ROUND_1**2),
-        pytest.param(first_level_everywhere, 2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
-    ],
-)
-def test_a_wrong_q_moves_the_law(
-    bug: Any, k: int, length: int, paths: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above is blind if one goes unseen: marginals reported for what was drawn given the token before."""
-    monkeypatch.setattr(DFlashDraft, "propose", bug)
-    assert law_distance("dspark", k, length, paths, 0.7) > 1e-3
 
 
 # ---- files ----

@@ -24,8 +24,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
-from tests.decode.drafts.test_token_trees import SHAPES
-from tests.decode.engine.test_engine import texts
+from tests.blocks import chain_drift
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import engine_law, own_law, tv
 from tests.heads import hf_states, randomise
@@ -62,44 +61,20 @@ def draft_of(target: Target, shape: TreeShape = None, **settings: Any) -> EarlyE
 # ---- what it drafts from ----
 
 
-@torch.no_grad()
-def plain_law(adapter: ExitAdapter, target: Target, text: list[int]) -> Tensor:
-    """[Vd]: the exit's logits after a text, from the hidden states of transformers' own pass."""
-    states, _ = hf_states(target.runner.model, text)
-    logits = LMHead(target.runner.model)(adapter(states[adapter.layers][-1]))
-    return logits if adapter.ids is None else logits[adapter.ids]
-
-
-@torch.no_grad()
 def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
-    """(largest difference of a chain's logits from `plain_law` of the text and the tokens drafted before, accepted
-    lengths that occurred)."""
+    """(largest difference of a chain's logits from those of the hidden states of transformers' own pass over the text
+    and the tokens drafted before, accepted lengths that occurred)."""
     own = tiny_target(tiny_model(arch))
-    draft = draft_of(own, ids=ids)
-    propose, step = draft.propose, draft.runner.step
-    seen: list[tuple[list[int], Tensor]] = []
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Proposal:
-        laws: list[Tensor] = []
-
-        def keep(*inputs: Any) -> Tensor:
-            laws.append(step(*inputs))
-            return laws[-1]
-
-        draft.runner.step = keep  # type: ignore[method-assign,assignment]
-        proposal = propose(history, length, k)
-        for row, n in enumerate(length.tolist()):
-            text = [*history[row, :n].tolist(), *proposal.tokens[row].tolist()]
-            seen.extend((text[: n + i], law[row, -1]) for i, law in enumerate(laws))
-        return proposal
-
-    draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, sampling=HOT)
+    draft, head = draft_of(own, ids=ids), LMHead(own.runner.model)
     adapter = draft.adapter
     assert adapter is not None
-    gaps = [(plain_law(adapter, own, text) - law).abs().max() for text, law in seen]
-    assert len(gaps) > 3 * K
-    return float(torch.stack(gaps).max()), {n for output in outputs for _, n in output.rounds}
+
+    def plain_laws(text: list[int], drafted: list[int]) -> Tensor:
+        states, _ = hf_states(own.runner.model, [*text, *drafted])
+        logits = head(adapter(states[adapter.layers][len(text) - 1 :]))
+        return logits if ids is None else logits[:, ids]
+
+    return chain_drift(draft, draft.runner, "step", own, plain_laws, sampling=HOT)
 
 
 @pytest.mark.parametrize(
@@ -156,16 +131,6 @@ def test_an_untrained_adapter_is_the_plain_early_exit() -> None:
 
 
 # ---- the text ----
-
-
-@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
-def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
-    """Catches drafting that spoils the K/V it shares with the target."""
-    own = tiny_target(tiny_model(arch))
-    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
-    for ids, seed in ((None, None), (IDS, 3)):  # one is accepted at times, the other hardly ever
-        draft = draft_of(own, SHAPES[shape], ids=ids, seed=seed)
-        assert texts(decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH)) == texts(plain)
 
 
 def three_tokens(arch: str) -> Any:

@@ -1,6 +1,7 @@
 """Multi-token prediction layers: their distributions are those of plain passes, their files those of native layers."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,16 @@ from decode.common.errors import UserError
 from decode.drafts import mtp
 from decode.drafts.mtp import MtpDraft, MtpModel
 from decode.drafts.registry import draft_family, load_draft
-from decode.engine.engine import decode
 from decode.model.hidden_states import LMHead
 from decode.model.loading import Target, load_target
-from decode.verification.sampling import SamplingParams
-from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K
-from tests.decode.drafts.test_peagle import late_tokens, too_few
-from tests.decode.verification.test_exact_distribution import (
-    ROUND_1,
-    ROUND_2,
-    distance_from_own_law,
-    engine_law,
-    small,
-)
+from tests.blocks import PROMPTS, chain_drift
 from tests.heads import prefilled, randomise
-from tests.params import rotated, slow_except
 from tests.tiny import ARCHITECTURES, tiny_model, tiny_target
 
 KINDS = [
     "llama", "llama+yarn", "qwen2", "qwen2+window", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma",
     "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "granite", "gpt_oss", "deepseek_v3",
 ]  # fmt: skip
-FEW = ["llama", "gemma3_text", "deepseek_v3"]
 
 
 def net_of(target: Target, seed: int = 3) -> MtpModel:
@@ -66,89 +55,10 @@ def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) 
     return torch.stack(laws)
 
 
-@torch.no_grad()
-def drift(draft: MtpDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
+def drift(draft: MtpDraft, inner: MtpDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference of a chain's laws from `plain_laws`, accepted lengths that occurred)."""
-    seen: list[tuple[list[int], list[int], Tensor]] = []
-    propose, logits_of = draft.propose, draft._logits
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Any:
-        laws: list[Tensor] = []
-
-        def keep(states: Tensor) -> Tensor:
-            laws.append(logits_of(states)[:, -1].clone())
-            return logits_of(states)
-
-        draft._logits = keep  # type: ignore[method-assign]
-        proposal = propose(history, length, k)
-        for row, n in enumerate(length.tolist()):
-            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
-            own_laws = torch.stack([law[row] for law in laws])
-            seen.append((history[row, :n].tolist(), drafted, own_laws))
-        return proposal
-
-    draft.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    far = [
-        (plain_laws(draft.net, own, text, drafted) - laws).abs().max()
-        for text, drafted, laws in seen
-    ]
-    return float(torch.stack(far).max()), {n for output in outputs for _, n in output.rounds}
-
-
-@pytest.mark.parametrize("arch", slow_except(KINDS, FEW))
-def test_distributions_are_those_of_plain_passes(arch: str) -> None:
-    """Catches states before the norm, positions or keys one off, after every number of accepted drafts."""
-    own = tiny_target(tiny_model(arch))
-    worst, counts = drift(draft_of(own), own, sampling=HOT)
-    assert worst < 2e-3
-    assert len(counts) > 1
-
-
-FORWARD = MtpModel.forward
-
-
-def late_position(
-    self: MtpModel, state: Tensor, embeds: Tensor, position: Tensor, cache: Any
-) -> Tensor:
-    """Drafted tokens stand one position too far."""
-    drafted = cache is not None and state.shape[1] == 1
-    return FORWARD(self, state, embeds, position + drafted, cache)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "bug"),
-    [
-        (MtpModel, "forward", late_position),
-        (MtpDraft, "_committed_pairs", too_few),
-        (MtpDraft, "_committed_pairs", late_tokens),
-    ],
-)
-def test_planted_bugs_change_the_distributions(
-    kind: type, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above is blind if one of these goes unseen."""
-    own = tiny_target(tiny_model("llama"))
-    draft = draft_of(own)
-    monkeypatch.setattr(kind, name, bug)
-    assert drift(draft, own, sampling=HOT)[0] > 0.02
-
-
-@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(KINDS, SHAPES), FEW))
-def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
-    own = tiny_target(tiny_model(arch))
-    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
-    outputs = decode(own, draft_of(own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
-    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
-
-
-@pytest.mark.parametrize(("k", "length", "paths"), [(1, 3, 3 * ROUND_1**2), (2, 2, 3 * ROUND_2)])
-def test_sampled_text_has_the_targets_law(k: int, length: int, paths: int) -> None:
-    """Catches a q that is not what a token was drawn from. Exact: no false alarm."""
-    model, sampling = small(num_hidden_layers=2), SamplingParams(0.7)
-    own = tiny_target(model)
-    law = engine_law(own, draft_of(own), k, length, sampling, paths)
-    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
+    wanted = partial(plain_laws, draft.net, own)
+    return chain_drift(draft, draft, "_logits", own, wanted, **settings)
 
 
 # ---- files ----

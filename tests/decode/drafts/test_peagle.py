@@ -14,25 +14,13 @@ from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts.blocks import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
-from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import draft_family, load_draft
-from decode.drafts.wrappers import TwoSourceDraft
-from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
-from decode.verification.sampling import SamplingParams
-from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
+from tests.blocks import decode_and_compare, watch_logits
 from tests.decode.drafts.test_dflash import IDS
-from tests.decode.verification.test_exact_distribution import (
-    ROUND_1,
-    ROUND_2,
-    distance_from_own_law,
-    engine_law,
-    small,
-)
 from tests.heads import causal, prefilled, randomise
-from tests.params import rotated, slow_except
-from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
+from tests.tiny import tiny_model, tiny_target
 
 TAPS = (0, 1, 2)
 
@@ -75,71 +63,6 @@ def drift(draft: Any, inner: PEagleDraft, own: Target, **settings: Any) -> tuple
     with watch_logits(inner, inner, "_logits") as seen:
         wanted = partial(one_pass, inner.net, own)
         return decode_and_compare(own, draft, seen, wanted, **settings)
-
-
-@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
-def test_distributions_are_those_of_one_pass(arch: str) -> None:
-    """Catches masks that stay in the KV cache, states or positions one off, after every number of accepted drafts."""
-    own = tiny_target(tiny_model(arch))
-    draft = draft_of(own)
-    worst, counts = drift(draft, draft, own, sampling=HOT)
-    assert worst < 2e-3
-    assert len(counts) > 2
-
-
-@pytest.mark.parametrize("shape", ["fixed", "grown"])
-def test_distributions_in_trees(shape: str) -> None:
-    own = tiny_target(tiny_model("llama"))
-    draft = draft_of(own, SHAPES[shape])
-    assert drift(draft, draft, own)[0] < 2e-3
-
-
-def test_distributions_after_rounds_without_it() -> None:
-    """Catches pairs that a lookup's rounds committed and the KV cache lacks."""
-    own = tiny_target(tiny_model("llama"))
-    inner = draft_of(own)
-    draft = TwoSourceDraft(NgramDraft(longest=2, shortest=1), inner, VOCAB)
-    assert drift(draft, inner, own)[0] < 2e-3
-
-
-PAIRS = PEagleDraft._committed_pairs
-
-
-def too_few(self: PEagleDraft, history: Tensor, length: Tensor) -> Any:
-    """Two pairs of the round before are not read again."""
-    tokens, states = PAIRS(self, history, length)
-    return tokens[:, 2:], states[:, 2:]
-
-
-def late_tokens(self: PEagleDraft, history: Tensor, length: Tensor) -> Any:
-    tokens, states = PAIRS(self, history, length - 1)
-    return tokens, states
-
-
-@pytest.mark.parametrize("bug", [too_few, late_tokens])
-def test_planted_bugs_change_the_distributions(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above are blind if one of these goes unseen."""
-    monkeypatch.setattr(PEagleDraft, "_committed_pairs", bug)
-    own = tiny_target(tiny_model("llama"))
-    draft = draft_of(own)
-    assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
-
-
-@pytest.mark.parametrize(("arch", "shape"), slow_except(rotated(ARCHITECTURES, SHAPES), FEW))
-def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
-    own = tiny_target(tiny_model(arch))
-    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
-    outputs = decode(own, draft_of(own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
-    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
-
-
-@pytest.mark.parametrize(("k", "length", "paths"), [(1, 3, 3 * ROUND_1**2), (2, 2, 3 * ROUND_2)])
-def test_sampled_text_has_the_targets_law(k: int, length: int, paths: int) -> None:
-    """Catches a q that is not what a token was drawn from. Exact: no false alarm."""
-    model, sampling = small(num_hidden_layers=3), SamplingParams(0.7)
-    own = tiny_target(model)
-    law = engine_law(own, draft_of(own, ids=None), k, length, sampling, paths)
-    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])

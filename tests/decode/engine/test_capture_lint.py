@@ -155,9 +155,10 @@ def test_a_round_of_any_architecture_reads_nothing(arch: str) -> None:
     """Catches experts that are run one by one, RoPE and masks that look at positions on the host, a draft's too."""
     model = tiny_model(arch)
     target, moved = tiny_target(model), ModelRunner(noisy(model, 0.01))
-    for shape in (None, DynamicTree(width=3, nodes=9)):
-        assert reads(target, CausalDraft(moved, shape=shape)) == {}
-    assert reads(target, random_draft("eagle3", target)) == {}
+    assert reads(target, CausalDraft(moved, shape=DynamicTree(width=3, nodes=9))) == {}
+    if arch in FEW:
+        assert reads(target, CausalDraft(moved)) == {}
+        assert reads(target, random_draft("eagle3", target)) == {}
 
 
 FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {

@@ -79,11 +79,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 FAMILIES = ["plain", "ngram", "causal", "padded", "reduced", "static", "dynamic", "early-exit"]
 FAMILIES += ["medusa", "eagle3", "pard", "peagle", "dflash", "dspark", "mtp", "layerskip"]
 HOW = ["greedy", "sampled"]
+COMPILED = [name for name in FAMILIES if name not in ("padded", "static", "early-exit", "dflash")]
+"""Without those whose code another one has as well: reduced, dynamic, layerskip, dspark."""
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    slow_except([*rotated(FAMILIES, HOW), ("causal", "sampled")], [("plain", "greedy")]),
+    slow_except([*rotated(COMPILED, HOW), ("causal", "sampled")], [("plain", "greedy")]),
 )
 def test_compiled_rounds_say_the_same_and_compile_once(
     name: str, mode: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch

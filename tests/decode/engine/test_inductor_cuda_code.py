@@ -37,7 +37,7 @@ from decode.verification import sampling as samplings
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.fake_gpu import GPU, NOT_HERE, device_guard
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 
 pytest.importorskip("triton", reason="needs Triton, which has wheels for Linux")
 from tests.decode.model.test_kernels_compile import Compiled, check, spilled_bytes
@@ -173,21 +173,21 @@ def check_memory(code: GeneratedCode, q_bytes: int, limit: int) -> None:
     assert all(block.peak == 0 for block in code.regions.values())
 
 
-CASES = [
-    f"{name} {how} {rows}"
-    for name in ("plain", "causal", "eagle3", "eagle3-tree")
-    for how in ("greedy", "sampled")
-    for rows in (1, 4)
+KEPT = [
+    ("plain", "greedy", 1),
+    ("causal", "sampled", 1),
+    ("eagle3", "greedy", 1),
+    ("eagle3-tree", "sampled", 1),
 ]
-KEPT = ["plain greedy 1", "causal sampled 1", "eagle3 greedy 1", "eagle3-tree sampled 1"]
+NAMES = [name for name, *_ in KEPT]
+CASES = dict.fromkeys([*KEPT, *rotated(NAMES, ["greedy", "sampled"], [1, 4])])
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, KEPT))
-def test_code_of_a_round(case: str) -> None:
+@pytest.mark.parametrize(("name", "how", "rows"), slow_except(CASES, KEPT))
+def test_code_of_a_round(name: str, how: str, rows: int) -> None:
     """Catches what a GPU waits for, copies of the K/V buffers, a layer that is compiled anew, tensors as wide as the
     vocabulary that no model of memory knows, and kernels that were fused and are not any more."""
-    name, how, count = case.split()
-    rows, sampling = int(count), SAMPLED if how == "sampled" else SamplingParams()
+    sampling = SAMPLED if how == "sampled" else SamplingParams()
     code = generate_round(name, sampling, rows)
     for half in code.halves:
         check_on_gpu(half)

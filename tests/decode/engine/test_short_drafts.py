@@ -26,6 +26,7 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
 from tests.decode.drafts import test_dflash, test_peagle
 from tests.heads import draft_of, net_of, randomise
+from tests.params import rotated
 from tests.tiny import VOCAB, noisy, tiny_model, tiny_prompts, tiny_target
 
 CONTEXT, K, NEW = 16, 3, 14
@@ -115,8 +116,10 @@ def test_chains_end_at_the_drafts_context(name: str) -> None:
     assert sum(r.accepted for rounds in found for r in rounds) > 0 or name not in ("causal", "pard")
 
 
-@pytest.mark.parametrize("shape", [TREE, DynamicTree(2, 5)])
-@pytest.mark.parametrize("name", ["causal", "pard", "eagle1", "eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    rotated(["causal", "pard", "eagle1", "eagle3", "peagle", "dflash"], [TREE, DynamicTree(2, 5)]),
+)
 def test_trees_end_at_the_drafts_context(name: str, shape: TreeShape) -> None:
     """Catches a tree that is cut by its number of nodes, or not at all."""
     own = tiny_target(MODEL)

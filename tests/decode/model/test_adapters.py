@@ -22,6 +22,7 @@ from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.formats import adapters
 from decode.model.loading import load_config, load_model, load_target, load_tokenizer, model_folder
+from tests.params import rotated
 from tests.quantized import FORMS
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
@@ -412,8 +413,7 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("with_config", [False, True])
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize(("case", "with_config"), rotated(REFUSALS, [False, True]))
 def test_what_cannot_be_merged_is_refused(
     case: str, with_config: bool, tmp_path: Path, cache: Path
 ) -> None:

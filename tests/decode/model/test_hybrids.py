@@ -79,8 +79,8 @@ def test_greedy_text_equals_generate(arch: str) -> None:
     assert len({tuple(text) for text in want.values()}) == len(PROMPTS)  # the prompt matters
     target = hybrid_target(model)
     assert isinstance(target.runner, RecurrentRunner)
-    drafts = [None, NgramDraft(), random_causal(), PartlyRight(want)]
-    for draft in drafts:
+    others = [None, NgramDraft(), random_causal()] if arch in FAST else []
+    for draft in [*others, PartlyRight(want)]:
         outputs = decode(target, draft, PROMPTS, k=3, max_new_tokens=TOKENS, rows=3)
         assert [output.output_ids for output in outputs] == [*want.values()], draft
     accepted = {accepted for output in outputs for _, accepted in output.rounds}
@@ -147,12 +147,11 @@ def test_hidden_states_are_those_of_one_pass() -> None:
         torch.testing.assert_close(found[row], want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0)], ids=str)
-def test_a_batch_gives_the_text_of_each_prompt_alone(sampling: SamplingParams) -> None:
+def test_a_batch_gives_the_text_of_each_prompt_alone() -> None:
     """Catches rows that are read again together and exchange their states."""
     model = tiny_hybrid("falcon_h1", dtype=torch.float64)
     target, seeds = hybrid_target(model), [11, 12, 13, 14]
-    settings: dict[str, Any] = {"k": 3, "max_new_tokens": TOKENS, "sampling": sampling}
+    settings: dict[str, Any] = {"k": 3, "max_new_tokens": TOKENS, "sampling": SamplingParams(1.0)}
     draft = PartlyRight(answers(model))
     together = decode(target, draft, PROMPTS, rows=3, seeds=seeds, **settings)
     for prompt, seed, output in zip(PROMPTS, seeds, together, strict=True):
@@ -199,6 +198,7 @@ SAMPLING, LENGTH = (
 SHORT = [[0, 2, 1], [1]]
 LAWS: dict[str, tuple[Callable[[], Draft], int, str, int]] = {
     "certain": (Guess, 2, "exact", 2**2 * 3),  # two verdicts and the bonus
+    "one": (Guess, 1, "exact", 2 * 3),
     "sampled": (lambda: random_causal(3), 1, "exact", 3 * 2 * 3),  # a draft, its verdict, the bonus
     "block": (lambda: random_causal(3), 1, "block", 3 * 2 * 3),
     "recurrent": (recurrent_draft, 1, "exact", 3 * 2 * 3),
@@ -224,7 +224,7 @@ def law_distance(arch: str, name: str, plant: Any = None) -> float:
 def test_sampled_text_follows_the_law(arch: str) -> None:
     """Catches p computed from another text than the committed one. Exact: no false alarm. The models compute in fp32,
     whose rounding is all that the distance may hold."""
-    assert law_distance(arch, "certain") < TOLERANCE
+    assert law_distance(arch, "certain" if arch in FAST else "one") < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["sampled", "block", "recurrent"])
@@ -261,7 +261,7 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", slow_except(FAST, ["lfm2", "mamba2"]))
+@pytest.mark.parametrize("arch", ["lfm2", "mamba2"])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bugs_change_the_text(
     plant: str, arch: str, monkeypatch: pytest.MonkeyPatch

@@ -11,8 +11,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.serving.log_counts import EngineLog, PrintedLine, recover
-from decode.serving.log_responses import BROKE_OFF
-from decode.serving.logs import read_log
+from decode.serving.logs import BROKE_OFF, read_log
 from eval import rescore
 from eval.served.scoring import compare, match_prompts, score
 
@@ -138,11 +137,10 @@ def drafts_of(accepted: int, drafted: int, length: str) -> str:
 def test_a_request_of_llama_server(tmp_path: Path) -> None:
     """167 of 259 accepted at 2.92 are 87 rounds with a draft, 70, 55 and 42 by position. The answer of 256 tokens had
     one more step: τ counts it, as in the JSON of the same request."""
-    drafts = drafts_of(
-        167,
-        259,
-        ", mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)",
+    figures = (
+        ", mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)"
     )
+    drafts = drafts_of(167, 259, figures)
     found = scored(read(tmp_path, llama_lines(0, 256, drafts, slot=1)))
     assert (found["engine"], found["requests"]) == ("llamacpp", 1)
     assert found["counts"] == {"rounds": 88, "drafted": 259, "accepted": 167}
@@ -171,17 +169,14 @@ def test_older_and_other_lines_of_llama_server(tmp_path: Path) -> None:
     found = scored(read(tmp_path, OLD))
     assert found["counts"] == {"rounds": 134, "drafted": 347, "accepted": 65}
     assert found["by_position"] == []
-    second = llama_lines(
-        9, 16, drafts_of(9, 12, ", mean len =  3.25"), "1.000, 0.750, 0.500", slot=1
-    )
+    drafts = drafts_of(9, 12, ", mean len =  3.25")
+    second = llama_lines(9, 16, drafts, "1.000, 0.750, 0.500", slot=1)
     first = llama_lines(4, 5, "")
     log = read(tmp_path, second + first)
     assert [(r.rounds, r.drafted, r.accepted) for r in log.requests] == [(4, 0, 0), (6, 12, 9)]
     assert (log.requests[1].accepted_at, log.requests[1].reached_at) == ((4, 3, 2), (4, 4, 3))
-    mixed = "".join(
-        a + b for a, b in zip(*(x.splitlines(True) for x in (second, first + "\n\n")), strict=False)
-    )
-    assert read(tmp_path, mixed).requests == log.requests
+    both = zip(second.splitlines(True), (first + "\n\n").splitlines(True), strict=False)
+    assert read(tmp_path, "".join(a + b for a, b in both)).requests == log.requests
     again = read(tmp_path, second + first + second)  # started again: its tasks begin anew
     assert [r.accepted for r in again.requests] == [9, 0, 9]
 
@@ -218,9 +213,8 @@ def test_both_meanings_of_sglangs_rate_give_ours(newer: bool, tmp_path: Path) ->
     """Older: accepted and target's tokens ÷ (drafts + 1). Newer: accepted ÷ drafts. Five drafts in both."""
     lengths = [2.64, 3.4, 4.05, 1.2]
     rates = [(x - 1) / 5 if newer else x / 6 for x in lengths]
-    text = "".join(
-        sglang_line(x, f"accept rate: {y:.2f}, ") for x, y in zip(lengths, rates, strict=True)
-    )
+    pairs = zip(lengths, rates, strict=True)
+    text = "".join(sglang_line(x, f"accept rate: {y:.2f}, ") for x, y in pairs)
     found = scored(read(tmp_path, "[2025-11-19 15:25:20] Prefill batch, #new-seq: 1\n" + text))
     assert found["gauges_of"] == "mean of 4 intervals"
     assert found["gauges"] == pytest.approx({"tau": 2.8225, "acceptance_rate": 1.8225 / 5})
@@ -291,12 +285,8 @@ def delta(text: str = "", finish: str | None = None, **more: Any) -> dict[str, A
 
 
 LLAMA: dict[str, Any] = {"timings": {"predicted_n": 16, "draft_n": 12, "draft_n_accepted": 9}}
-SPEC = {
-    "acceptance_histogram": [2, 3, 1, 4],
-    "num_spec_steps": 10,
-    "num_draft_tokens": 30,
-    "num_accepted_draft_tokens": 17,
-}
+SPEC = {"acceptance_histogram": [2, 3, 1, 4], "num_spec_steps": 10}
+SPEC |= {"num_draft_tokens": 30, "num_accepted_draft_tokens": 17}
 VLLM = {
     "metrics": {"speculative_decoding": SPEC},
     "usage": {"prompt_tokens": 5, "completion_tokens": 28},
@@ -317,33 +307,24 @@ def test_streamed_answers_of_each_server(tmp_path: Path) -> None:
     assert read(tmp_path, ": ping\n\nevent: message\n" + chat * 2).engine == "llamacpp"
     assert len(read(tmp_path, chat * 2).requests) == 2
     log = read(tmp_path, events(delta("a"), delta("", "length"), {**last, **VLLM}))
-    assert (log.engine, log.requests[0].accepted_at, log.requests[0].prompt_tokens) == (
-        "vllm",
-        (8, 5, 4),
-        5,
-    )
+    [one] = log.requests
+    assert (log.engine, one.accepted_at, one.prompt_tokens) == ("vllm", (8, 5, 4), 5)
     part = {"content": "a", "stop": False, "id_slot": 0}
     whole = {"content": "", "stop": True, "id_slot": 0, "stop_type": "eos", **LLAMA}
-    assert [r.drafted for r in read(tmp_path, events(part, whole, end=False) * 3).requests] == [
-        12
-    ] * 3
-    growing = [
-        {"text": "a", "meta_info": {"id": "x", "finish_reason": None, "completion_tokens": 3}}
-    ]
-    growing += [
-        {"text": "ab", "meta_info": {"id": "x", "finish_reason": {"type": "stop"}, **SGLANG}}
-    ]
-    log = read(tmp_path, events(*growing))
+    log = read(tmp_path, events(part, whole, end=False) * 3)
+    assert [r.drafted for r in log.requests] == [12] * 3
+    begun = {"id": "x", "finish_reason": None, "completion_tokens": 3}
+    ended = {"id": "x", "finish_reason": {"type": "stop"}, **SGLANG}
+    log = read(
+        tmp_path, events({"text": "a", "meta_info": begun}, {"text": "ab", "meta_info": ended})
+    )
     assert (log.engine, log.requests[0].rounds, log.requests[0].accepted) == ("sglang", 10, 6)
 
 
 def test_streams_that_alternate_or_lie_in_json_lines(tmp_path: Path) -> None:
     """Catches chunks of two answers in one file, chunks as JSON lines, and the text of a stream as a response."""
     one = [delta("a", **LLAMA), delta("", "stop")]
-    other = [
-        {**x, "id": "chatcmpl-2"}
-        for x in (delta("b"), delta("", "stop", timings={"predicted_n": 5}))
-    ]
+    other = [delta("b", id="2"), delta("", "stop", id="2", timings={"predicted_n": 5})]
     mixed = [one[0], other[0], other[1], one[1]]
     for text in (events(*mixed, end=False), "".join(json.dumps(x) + "\n" for x in mixed)):
         log = read(tmp_path, text)
@@ -355,20 +336,14 @@ def test_streams_that_alternate_or_lie_in_json_lines(tmp_path: Path) -> None:
 
 def test_a_stream_that_broke_off_is_a_failed_request(tmp_path: Path) -> None:
     """Catches half an answer that counts, and an error within a stream that hides."""
-    whole = events(delta("a", **LLAMA), delta("", "stop"))
-    cut = events({**delta("a", **LLAMA), "id": "chatcmpl-2"}, end=False)
-    error = events(
-        {**delta("a"), "id": "chatcmpl-3"}, {"error": {"message": "out of memory"}}, end=False
-    )
-    log = read(tmp_path, whole + cut + error)
+    cut = events(delta("a", id="2", **LLAMA), end=False)
+    error = events(delta("a", id="3"), {"error": {"message": "out of memory"}}, end=False)
+    log = read(tmp_path, CHAT + cut + error)
     assert [(r.rounds, r.accepted) for r in log.requests] == [(6, 9)]
-    assert [(x.index, x.reason) for x in log.failed] == [
-        (1, "the stream broke off"),
-        (2, "out of memory"),
-    ]
+    assert [(x.index, x.reason) for x in log.failed] == [(1, BROKE_OFF), (2, "out of memory")]
 
 
-OPEN = {**delta("a"), "id": "b"}
+OPEN = delta("a", id="b")
 CHAT = events(delta("a", **LLAMA), delta("", "stop"))
 SAVED: dict[str, str] = {
     "comments that keep it alive": ": keep-alive\n\n" + CHAT.replace("\n\n", "\n\n: ping\n\n"),
@@ -414,17 +389,13 @@ def test_what_broke_off_or_is_no_json_is_one_failed_request(
 
 
 def test_damage_before_the_last_line_is_named(tmp_path: Path) -> None:
-    for text in (
-        CHAT + 'data: {"id": "b\n\n' + CHAT,
-        json.dumps(LLAMA)[:20] + "\n" + json.dumps(LLAMA),
-    ):
+    whole = json.dumps(LLAMA)
+    for text in (CHAT + 'data: {"id": "b\n\n' + CHAT, f"{whole[:20]}\n{whole}"):
         with pytest.raises(UserError, match=r"log:\d+ is not valid JSON"):
             read(tmp_path, text)
 
 
 # ---- failed requests ----
-
-GOOD = {"timings": {"predicted_n": 16, "draft_n": 12, "draft_n_accepted": 9}}
 
 
 @pytest.mark.parametrize(
@@ -445,16 +416,12 @@ GOOD = {"timings": {"predicted_n": 16, "draft_n": 12, "draft_n_accepted": 9}}
 def test_failed_requests_are_counted_and_named(line: Any, reason: str, tmp_path: Path) -> None:
     """Catches one failed request that ends the reading of all, and one that counts as an answer without drafts."""
     failed = line if isinstance(line, str) else json.dumps(line)
-    log = read(tmp_path, f"{json.dumps(GOOD)}\n{failed}\n{json.dumps(GOOD)}\n")
+    log = read(tmp_path, f"{json.dumps(LLAMA)}\n{failed}\n{json.dumps(LLAMA)}\n")
     assert [r.accepted for r in log.requests] == [9, 9]
     assert [(x.where, x.reason) for x in log.failed] == [(f"{tmp_path}/log:2", reason)]
-    found = scored(log)
-    assert found["requests"] == 2
-    assert found["counts"]["drafted"] == 24
-    assert (
-        f"1 of 3 requests failed and are in no figure: {tmp_path}/log:2 ({reason})"
-        in found["notes"]
-    )
+    found, where = scored(log), f"{tmp_path}/log:2"
+    assert (found["requests"], found["counts"]["drafted"]) == (2, 24)
+    assert f"1 of 3 requests failed and are in no figure: {where} ({reason})" in found["notes"]
     with pytest.raises(UserError, match="all 1 requests failed, the first with") as error:
         read(tmp_path, f"{{}}\n{failed}\n"[3:] if failed.startswith("{") else f"[]\n{failed}\n")
     assert reason in str(error.value)
@@ -462,35 +429,28 @@ def test_failed_requests_are_counted_and_named(line: Any, reason: str, tmp_path:
 
 def test_logs_with_failed_requests_are_matched_prompt_by_prompt(tmp_path: Path) -> None:
     """Catches pairs that slip by one behind a failed request."""
+
+    def pairs(*logs: list[dict[str, Any]]) -> Any:
+        return match_prompts(*(read(tmp_path, "\n".join(map(json.dumps, log))) for log in logs))
+
     lines = [
-        json.dumps({"timings": {"predicted_n": 20 + i, "draft_n": 12, "draft_n_accepted": i}})
-        for i in range(5)
+        {"timings": {"predicted_n": 20 + i, "draft_n": 12, "draft_n_accepted": i}} for i in range(5)
     ]
-    bad = json.dumps({"error": "boom"})
-    a = read(tmp_path, "\n".join([*lines[:1], bad, *lines[2:]]))
-    b = read(tmp_path, "\n".join([*lines[:3], bad, *lines[4:]]))
-    both = match_prompts(a, b)
-    assert [r.accepted for r in both[0]] == [r.accepted for r in both[1]] == [0, 2, 4]
-    named = [json.dumps({"custom_id": f"p{i}", **json.loads(x)}) for i, x in enumerate(lines)]
-    gone = json.dumps({"custom_id": "p1", "error": "boom"})
-    a, b = (
-        read(tmp_path, "\n".join([gone, *named[2:]])),
-        read(tmp_path, "\n".join(reversed(named[1:]))),
-    )
-    both = match_prompts(a, b)
-    assert [r.prompt for r in both[0]] == [r.prompt for r in both[1]] == ["p2", "p3", "p4"]
+    bad = {"error": "boom"}
+    both = pairs([lines[0], bad, *lines[2:]], [*lines[:3], bad, lines[4]])
+    assert [[r.accepted for r in one] for one in both] == [[0, 2, 4]] * 2
+    named = [{"custom_id": f"p{i}", **x} for i, x in enumerate(lines)]
+    both = pairs([{"custom_id": "p1", **bad}, *named[2:]], named[:0:-1])
+    assert [[r.prompt for r in one] for one in both] == [["p2", "p3", "p4"]] * 2
     with pytest.raises(UserError, match="no prompt was answered in both"):
-        match_prompts(read(tmp_path, f"{lines[0]}\n{bad}"), read(tmp_path, f"{bad}\n{lines[0]}"))
+        pairs([lines[0], bad], [bad, lines[0]])
 
 
 def test_an_answer_beside_its_counts_is_no_failure(tmp_path: Path) -> None:
     """Catches the text of an answer, saved under a name that batch files have, taken for an error."""
-    lines = [
-        {"response": "Internal Server Error", **GOOD},
-        {"body": None, **GOOD},
-        {"error": None, **GOOD},
-    ]
-    lines.append({"custom_id": "a", "error": None, "response": {"status_code": 200, "body": GOOD}})
+    beside = [{"response": "Internal Server Error"}, {"body": None}, {"error": None}]
+    batch = {"custom_id": "a", "error": None, "response": {"status_code": 200, "body": LLAMA}}
+    lines = [*({**x, **LLAMA} for x in beside), batch]
     log = read(tmp_path, "".join(json.dumps(x) + "\n" for x in lines))
     assert [r.accepted for r in log.requests] == [9] * 4
     assert log.failed == ()
@@ -498,7 +458,7 @@ def test_an_answer_beside_its_counts_is_no_failure(tmp_path: Path) -> None:
 
 def test_no_key_of_a_failed_request_is_repeated(tmp_path: Path) -> None:
     key = "sk-" + "a1B2" * 10
-    log = read(tmp_path, json.dumps(GOOD) + "\n" + json.dumps({"error": f"bad key {key}"}) + "\n")
+    log = read(tmp_path, json.dumps(LLAMA) + "\n" + json.dumps({"error": f"bad key {key}"}) + "\n")
     assert "bad key" in log.failed[0].reason
     assert key not in log.failed[0].reason
 
@@ -507,12 +467,8 @@ def test_no_key_of_a_failed_request_is_repeated(tmp_path: Path) -> None:
 
 
 def spec(length: int, **values: int) -> str:
-    return json.dumps(
-        {
-            "metrics": {"speculative_decoding": {**SPEC, **values}},
-            "usage": {"completion_tokens": length},
-        }
-    )
+    metrics = {"speculative_decoding": {**SPEC, **values}}
+    return json.dumps({"metrics": metrics, "usage": {"completion_tokens": length}})
 
 
 def sglang(**values: int) -> str:
@@ -520,9 +476,8 @@ def sglang(**values: int) -> str:
 
 
 def llama(tokens: int, accepted: int, **more: Any) -> str:
-    return json.dumps(
-        {"timings": {"predicted_n": tokens, "draft_n": 40, "draft_n_accepted": accepted}, **more}
-    )
+    timings = {"predicted_n": tokens, "draft_n": 40, "draft_n_accepted": accepted}
+    return json.dumps({"timings": timings, **more})
 
 
 @pytest.mark.parametrize(
@@ -579,10 +534,8 @@ def test_the_command_prints_what_a_log_cannot_give_as_a_dash(
     lines = sglang_line(2.64, "accept rate: 0.66, ") + sglang_line(3.2, "accept rate: 0.80, ")
     (tmp_path / "server.log").write_text(lines)
     rescore.main(rescore.RescoreConfig(str(tmp_path / "server.log"), json=str(tmp_path / "out.json")))  # fmt: skip
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in capsys.readouterr().out.split("\n")
-    ]
+    lines = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines.split("\n")]
     assert ["τ", "–", "–"] in rows
     assert ["τ (mean of 2 intervals)", "2.920", "–"] in rows
     assert ["acceptance rate (mean of 2 intervals)", "0.640", "–"] in rows

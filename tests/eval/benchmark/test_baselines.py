@@ -89,7 +89,7 @@ def test_what_vllm_is_asked(
     assert (
         len({0, *sum(job["seeds"], [])}) == 3
     )  # nor the engine's, with which vLLM draws its drafts
-    assert (job["temperatures"], job["top_k"], job["top_p"]) == ([0.5, 0.5], 9, 0.8)
+    assert (job["temperature"], job["top_k"], job["top_p"]) == (0.5, 9, 0.8)
     assert job["speculative"] == {
         "model": str(tmp_path / "draft"), "method": "eagle3", "num_speculative_tokens": 5,
         "draft_tensor_parallel_size": 1,

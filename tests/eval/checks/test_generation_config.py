@@ -118,9 +118,7 @@ def test_no_setting_reaches_references_or_baselines(
     world: World, target: Target, items: list[TaskPrompt], tmp_path: Path, name: str
 ) -> None:
     """Bug: `generate` took from the file what the call did not name, so that the decoder's own text seemed wrong.
-
-    References, plain `generate` and its prompt lookup; greedy, and at temperature 1, where the seed decides.
-    """
+    References, plain `generate` and its prompt lookup; greedy, and at temperature 1, where the seed decides."""
     folder = folder_with(world.target, SETTINGS[name], tmp_path / "target")
     told, lookup = load_target(str(folder), "cpu"), Method("ngram", NgramDraft(), 3)
     assert told.eos == target.eos

@@ -69,9 +69,8 @@ def test_a_wrong_output_is_a_failure(
     assert (verdict.prompts, verdict.identical, verdict.ties) == (2, 1, [])
     assert [f.position for f in verdict.failures] == [at]
     assert (verdict.exact, verdict.tied, verdict.failed) == (0.5, 0.0, 0.5)
-    json.dumps(
-        to_json(verdict), allow_nan=False
-    )  # a missing token has no logit to be infinitely far from
+    # A missing token has no logit to be infinitely far from.
+    json.dumps(to_json(verdict), allow_nan=False)
 
 
 def test_an_answer_past_its_end_is_a_failure(greedy: tuple[Any, TaskPrompt, list[int]]) -> None:
@@ -87,37 +86,21 @@ def test_nothing_compared_proves_nothing() -> None:
     assert greedy_equivalence.greedy_verdict([], []).greedy_identical is None
 
 
-@pytest.fixture
-def tied(world: World, greedy: tuple[Any, TaskPrompt, list[int]]) -> tuple[Any, list[int], int]:
-    """(model, its answer, twin): the answer's token at 5 has a twin with the very same logit."""
-    answer = greedy[2]
+def test_only_the_twin_of_an_exact_tie_is_a_tie(
+    world: World, greedy: tuple[Any, TaskPrompt, list[int]]
+) -> None:
+    """Bug: two equal logits swap between passes, and a lossless decoder is called broken; or where two logits tie, any
+    token at all is excused."""
+    _, item, answer = greedy
     twin = other_than(*answer)
     model = load_model(str(world.target), "target", "cpu", "float32")
-    with torch.no_grad():
+    with torch.no_grad():  # the token at 5 has a twin with the very same logit
         model.lm_head.weight[twin] = model.lm_head.weight[answer[5]]
-    return model, answer, twin
-
-
-def test_an_exact_tie_is_a_tie(
-    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Any, list[int], int]
-) -> None:
-    """Bug: two equal logits swap between passes, and a lossless decoder is called broken."""
-    model, answer, twin = tied
-    verdict = verdict_on(model, greedy[1], answer, [[*answer[:5], twin, *answer[6:]]])
-    assert verdict.greedy_identical is True
-    assert verdict.failures == []
-    assert [(t.position, t.gap) for t in verdict.ties] == [(5, 0.0)]
-
-
-def test_a_third_token_at_a_tie_is_a_failure(
-    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Any, list[int], int]
-) -> None:
-    """Bug: where two logits tie, any token at all is excused."""
-    model, answer, twin = tied
-    third = other_than(*answer, twin)
-    verdict = verdict_on(model, greedy[1], answer, [[*answer[:5], third, *answer[6:]]])
-    assert verdict.greedy_identical is False
-    assert verdict.ties == []
+    for token, is_tie in ((twin, True), (other_than(*answer, twin), False)):
+        verdict = verdict_on(model, item, answer, [[*answer[:5], token, *answer[6:]]])
+        assert verdict.greedy_identical is is_tie
+        assert [(t.position, t.gap) for t in verdict.ties] == [(5, 0.0)] * is_tie
+        assert len(verdict.failures) == (not is_tie)
 
 
 def test_second_best_tokens_close_by_are_failures(world: World, target: Target) -> None:

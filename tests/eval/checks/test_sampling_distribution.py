@@ -64,7 +64,7 @@ def shown_by(
     drawn = sampling_distribution.sample_pit_values(
         target, model, method, items, sampling, tokens, seed=0
     )
-    assert len(drawn.by_probability) >= tokens
+    assert len(drawn["p"]) >= tokens
     tests = sampling_distribution.judge_tests(sampling_distribution.run_ks_tests(drawn))
     return {test.order: test for test in tests}
 
@@ -237,10 +237,8 @@ def test_ks_by_hand() -> None:
 
 
 def test_ks_has_its_level_and_its_power() -> None:
-    """Bug: false alarms more often than said, or a shift of the stated size that goes unseen.
-
-    2000 uniform samples of 500; then as many with the least shift of the distribution that is said to be found.
-    """
+    """Bug: false alarms more often than said, or a shift of the stated size that goes unseen. 2000 uniform samples of
+    500; then as many with the least shift of the distribution that is said to be found."""
     rng = np.random.default_rng(0)
     n, level = 500, 0.05
     clean = [

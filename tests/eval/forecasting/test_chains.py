@@ -41,11 +41,8 @@ def world(family: str) -> tuple[Target, Draft, list[TaskPrompt]]:
         return target, EarlyExitDraft(target, 2), items
     if family == "ngram":
         return target, NgramDraft(), items
-    return (
-        target,
-        knowing_draft(family, target, list(zip(prompts, texts, strict=True)), forget=0.3),
-        items,
-    )
+    known = list(zip(prompts, texts, strict=True))
+    return target, knowing_draft(family, target, known, forget=0.3), items
 
 
 def counts(records: list[DecodeRecord], k: int) -> dict[str, object]:

@@ -1,7 +1,6 @@
 """Costs, schedules and figures of a forecast by hand, vLLM's n-grams, and the real command."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,8 @@ def text(number: int, best: list[list[int]], drafted: list[int] | None = None) -
     right = np.array(best, dtype=bool)
     ones = np.ones(right.shape)
     lengths = np.array(drafted or [K] * len(best))
-    return TextChains(
-        "ab"[number % 2], str(number), len(best) + 1, ones, ones * right, right, lengths
-    )
+    task, length = "ab"[number % 2], len(best) + 1
+    return TextChains(task, str(number), length, ones, ones * right, right, lengths)
 
 
 def test_figures_by_hand() -> None:
@@ -66,12 +64,8 @@ def point(k: int, ms: float, batch: int = 1, drafted: float | None = None) -> Co
 
 def test_costs_are_lines_in_drafted_tokens() -> None:
     cost = fit_engine_cost([point(0, 10), point(5, 24, drafted=4), point(1, 15)])
-    assert (cost.plain_ms, cost.line.per_token_ms, cost.round_ms(3), cost.round_ms(0)) == (
-        10,
-        3,
-        21,
-        10,
-    )
+    assert (cost.plain_ms, cost.line.per_token_ms) == (10, 3)
+    assert (cost.round_ms(3), cost.round_ms(0)) == (21, 10)
     rounds = ExpectedRounds(9, 5, 3, 6, np.zeros(2), np.zeros(2))
     assert cost.request_ms(rounds) == 1 + 2 * 10 + 3 * 12 + 6 * 3
     for bad in ([point(1, 15), point(2, 16)], [point(0, 10), point(2, 16)]):
@@ -91,31 +85,23 @@ def test_costs_of_vllm_leave_out_rounds_without_a_draft() -> None:
         costs.vllm_point([answer | {"rounds": 0, "drafted": 0, "accepted": 0}], 2, 1, 0, 0.0)
 
 
-def build_lookup() -> Callable[[dict[str, Any], int, int], list[int]]:
+def vllm_lookup(config: dict[str, Any], most: int, batches: int) -> list[int]:
     """K by batch size as vLLM's validator and lookup read a schedule: inclusive ranges from 1, gaps and the tail
     carried on, at most num_speculative_tokens."""
-
-    def lookup(config: dict[str, Any], most: int, batches: int) -> list[int]:
-        found, last, end = [], 0, 0
-        for start, stop, k in config["num_speculative_tokens_per_batch_size"]:
-            assert end < start <= stop
-            assert k >= 0
-            found += [last] * (start - end - 1) + [min(k, most)] * (stop - start + 1)
-            last, end = min(k, most), stop
-        return (found + [last] * batches)[:batches]
-
-    return lookup
+    found, last, end = list[int](), 0, 0
+    for start, stop, k in config["num_speculative_tokens_per_batch_size"]:
+        assert end < start <= stop
+        assert k >= 0
+        found += [last] * (start - end - 1) + [min(k, most)] * (stop - start + 1)
+        last, end = min(k, most), stop
+    return (found + [last] * batches)[:batches]
 
 
 def test_schedules_choose_the_fastest_k_of_every_batch_size() -> None:
     """Costs at batches 1 and 9 between which the best K changes from 2 over 1 to 0, and the engines' forms."""
-    by_batch = {
-        batch: cost
-        for (_, batch), cost in group_costs(
-            [point(0, 10, 1), point(1, 11, 1), point(2, 12, 1)]
-            + [point(0, 12, 9), point(1, 25, 9), point(2, 38, 9)]
-        ).items()
-    }
+    points = [point(0, 10, 1), point(1, 11, 1), point(2, 12, 1)]
+    points += [point(0, 12, 9), point(1, 25, 9), point(2, 38, 9)]
+    by_batch = {batch: cost for (_, batch), cost in group_costs(points).items()}
     tau = {1: 1.5, 2: 1.8}
     ranges = costs.best_ranges(by_batch, tau)
     for batch in range(1, 10):
@@ -126,7 +112,7 @@ def test_schedules_choose_the_fastest_k_of_every_batch_size() -> None:
     assert [k for _, _, k in ranges] == [2, 1, 0]
     config = vllm_engine.schedule(ranges)["speculative_config"]
     assert config["num_speculative_tokens"] == 2
-    dense = build_lookup()(config, 2, 12)
+    dense = vllm_lookup(config, 2, 12)
     assert dense[:9] == [k for first, last, k in ranges for _ in range(first, last + 1)]
     assert dense[9:] == [0, 0, 0]
     (_, end, _), (_, last, _), _ = ranges
@@ -160,11 +146,8 @@ def test_vllms_ngrams(tokens: list[int], found: list[int]) -> None:
 
 def test_rules_of_engines() -> None:
     assert rules_of(["sglang"]) == ["greedy"]
-    assert (
-        set(rules_of(["vllm", "draftsmith"]))
-        == set(RULES)
-        >= {x.rule for own in ENGINE_RULES.values() for x in own}
-    )
+    assert set(rules_of(["vllm", "draftsmith"])) == set(RULES)
+    assert set(RULES) >= {x.rule for own in ENGINE_RULES.values() for x in own}
     with pytest.raises(UserError, match="no engine 'x'"):
         rules_of(["x"])
 
@@ -195,9 +178,8 @@ def test_the_command(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "given" / "forecast.json").read_text())
     assert (again["rows"], again["schedules"]) == (result["rows"], result["schedules"])
     given.write_text(json.dumps({"points": [{"batch": 1}]}))
-    assert (
-        "round_ms" in worlds.call("eval/forecast.py", *words, *more, "--overwrite", "true").error()
-    )
+    again = worlds.call("eval/forecast.py", *words, *more, "--overwrite", "true")
+    assert "round_ms" in again.error()
 
 
 def test_other_engines_draft_with_the_whole_head(tmp_path: Path) -> None:

@@ -1,53 +1,22 @@
 """Predicted speed-ups against worked examples and a brute-force walk."""
 
-import itertools
-import random
-
 import pytest
 
 from decode.engine.records import DecodeRecord
 from eval.metrics.speedup_model import (
     RoundCost,
     SpeedupModel,
-    expected_tokens,
     fit_round_cost,
     fit_speedup_model,
     is_precise,
-    predicted_speedup,
     round_speedup,
 )
-
-
-def test_worked_examples() -> None:
-    """Catches a bonus token forgotten or an exponent off by one. Leviathan et al.; α 0.8, K 5 gives 3.69."""
-    assert expected_tokens([0.8] * 5) == pytest.approx(3.69, abs=0.005)
-    assert expected_tokens([0.8] * 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
-    assert expected_tokens([0.0] * 5) == 1
-    assert expected_tokens([1.0] * 5) == 6
-    assert expected_tokens([0.4] * 5) == pytest.approx(1.66, abs=0.005)
-    assert expected_tokens([0.7] * 5) == pytest.approx(2.94, abs=0.005)
-    assert expected_tokens([0.6] * 8) == pytest.approx(2.47, abs=0.005)
-
-
-def test_expected_tokens_equals_every_outcome_walked() -> None:
-    """Catches unconditional rates taken for conditional ones."""
-    rng = random.Random(0)
-    alphas = [rng.random() for _ in range(4)]
-    total = 0.0
-    for coins in itertools.product([True, False], repeat=4):
-        weight = 1.0
-        for coin, alpha in zip(coins, alphas, strict=True):
-            weight *= alpha if coin else 1 - alpha
-        accepted = next((i for i, coin in enumerate(coins) if not coin), 4)
-        total += weight * (accepted + 1)
-    assert expected_tokens(alphas) == pytest.approx(total)
 
 
 def test_cost_line() -> None:
     """Catches slope and intercept swapped."""
     cost = fit_round_cost((2, 8.0), (6, 12.0))
     assert cost == RoundCost(6.0, 1.0)
-    assert predicted_speedup([0.5, 0.5], 1, cost, 7.0) == pytest.approx(1.5)
 
 
 def sample(number: int, rounds: list[tuple[int, int]], ms: float, task: str = "t") -> DecodeRecord:

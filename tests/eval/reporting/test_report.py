@@ -16,7 +16,6 @@ from eval.reporting import render, summary
 from eval.reporting.tables import format_identical
 from eval.results.report import EvalReport, MethodResult
 from eval.results.tuned import TunedReport
-from eval.scaling.data_curve import DataCurve, curve_chart
 from tests import curves, drafts, worlds
 
 
@@ -77,24 +76,23 @@ def verdict(identical: int, ties: int = 0) -> dict[str, Any]:
 
 def plain(task: str) -> dict[str, Any]:
     """Plain decoding: everything that belongs to a draft is null."""
-    return entry(
-        "plain",
-        task,
-        1.0,
-        draft=None,
-        draft_sha256=None,
-        k=0,
-        tau=1.0,
-        tau_ci=[1.0, 1.0],
-        alpha=None,
-        alpha_ci=None,
-        alpha_by_position=[],
-        alpha_by_position_ci=[],
-        acceptance_rate=None,
-        acceptance_rate_ci=None,
-        phase_ms=None,
-        lossless={"greedy_identical": None, "prompts": 40},
+    absent = (
+        "draft",
+        "draft_sha256",
+        "alpha",
+        "alpha_ci",
+        "acceptance_rate",
+        "acceptance_rate_ci",
+        "phase_ms",
     )
+    own = {
+        "k": 0,
+        "tau": 1.0,
+        "tau_ci": [1.0, 1.0],
+        "lossless": {"greedy_identical": None, "prompts": 40},
+    }
+    positions = {"alpha_by_position": [], "alpha_by_position_ci": []}
+    return entry("plain", task, 1.0, **dict.fromkeys(absent), **own, **positions)
 
 
 @pytest.fixture
@@ -217,11 +215,7 @@ def test_the_page_fits_wide_and_narrow_screens(report: dict[str, Any]) -> None:
 def test_html_stands_alone(report: dict[str, Any]) -> None:
     """Catches a missing or broken plot, and a page that needs the network or a script."""
     page = render.render_html(parsed(report))
-    assert captions(page) == [
-        "Speed-up by method and task", "τ by method and task", "Acceptance by position", "Latency",
-        "Where a round&#39;s time goes",
-    ]  # fmt: skip
-    assert len(svgs(page)) == 5
+    assert len(svgs(page)) == len(captions(page)) == 5
     assert "<script" not in page
     assert "src=" not in page
     assert "<link" not in page
@@ -303,12 +297,12 @@ def test_stalls_are_said(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         m |= {"repeated_turns": 2, "stalled": 1 if m["name"] == "eagle3" else 0}
     temperatures = {m["temperature"] for m in report["methods"] if m["task"] == "all"}
-    pooled = [m for m in report["methods"] if (m["name"], m["task"]) == ("eagle3", "all")]
-    assert summary.stalls_line(parsed(report)) == (
+    said = (
         f"Stalls of the machine: {2 * len(temperatures)} turns in which a method stalled were repeated for all "
-        f"methods; {len(pooled)} answers had a stall taken off their seconds."
+        "methods; 1 answers had a stall taken off their seconds."
     )
-    assert summary.stalls_line(parsed(report)) in render.render_markdown(parsed(report))
+    assert summary.stalls_line(parsed(report)) == said
+    assert said in render.render_markdown(parsed(report))
 
 
 def test_empty_report_renders(report: dict[str, Any]) -> None:
@@ -356,21 +350,8 @@ def test_the_terminal_table_fits_80_columns(report: dict[str, Any]) -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render.terminal_table(parsed(report)))
     rows = [line.split() for line in console.export_text().splitlines()]
-    wanted = [
-        "arithmetic",
-        "0",
-        "eagle3",
-        "3",
-        "40",
-        "2.35",
-        "0.612",
-        "1,234",
-        "1.92×",
-        "[1.82,",
-        "2.02]",
-        "1.87",
-    ]
-    assert wanted in rows
+    wanted = "arithmetic 0 eagle3 3 40 2.35 0.612 1,234 1.92× [1.82, 2.02] 1.87"
+    assert wanted.split() in rows
     assert any(row[1:4] == ["0", "ngram", "(lossy)"] for row in rows)
 
 
@@ -386,21 +367,10 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
     }
     report["hardware"] = {"device": "NVIDIA L4"}
     cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "batch_size": 1}
-    guess = {
-        **cell,
-        "fold": 0,
-        "predicted": 1.9,
-        "measured": 2.0,
-        "ci": [1.8, 2.2],
-        "error": 0.1,
-        "counted": True,
-    }
+    guess = cell | {"fold": 0, "predicted": 1.9, "measured": 2.0, "ci": [1.8, 2.2], "error": 0.1}
+    guesses = [guess | {"counted": True, "k": k} for k in (1, 2, 3)]
     own = drafts.tuned("", {}) | {
-        "predictions": {
-            "cells": [guess | {"k": k} for k in (1, 2, 3)],
-            "counted": 3,
-            "median_error": 0.05,
-        },
+        "predictions": {"cells": guesses, "counted": 3, "median_error": 0.05},
         "cells": [drafts.cell(**cell | {"batch_size": b}, speedup=2 / b, ci=None) for b in (1, 2)],
     }
     page = render.render_html(parsed(report), (), from_json(TunedReport, own))
@@ -417,17 +387,6 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
     )
     assert "300 GB/s" in roofline
     assert "2.25" in render.render_markdown(parsed(report))  # the variance
-
-
-def test_a_data_curve_is_the_last_figure(report: dict[str, Any]) -> None:
-    curve = from_json(DataCurve, curves.curve(lambda n: 2.4 - 8 * n**-0.7))
-    page = render.render_html(parsed(report), charts=[curve_chart(curve)])
-    assert captions(page) == [
-        *captions(render.render_html(parsed(report))),
-        "Acceptance by training data",
-    ]
-    assert "doubling 60,000 supervised tokens gives" in page
-    assert "thousand supervised tokens" in page
 
 
 def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """The fit recovers known laws, its intervals cover the truth, and what cannot be known is not claimed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -99,10 +101,16 @@ def test_prompts_alone_would_be_too_sure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert covered < 0.6 * 40
 
 
-def test_what_is_flat_gains_nothing() -> None:
-    tops, bottoms = counts(SIZES, np.full(5, 2.0))
-    found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
+def found_for(values: Array, sizes: Array = SIZES, alpha: bool = False, prompts: int = 30) -> Any:
+    """The forecast of these values, of τ or of `alpha`."""
+    tops, bottoms = counts(sizes, values, prompts)
+    found = forecast(sizes, tops, bottoms, (0.0, 1.0) if alpha else BOUNDS, 0)
     assert found is not None
+    return found
+
+
+def test_what_is_flat_gains_nothing() -> None:
+    found = found_for(np.full(5, 2.0))
     assert found.gain.value == pytest.approx(0)
     assert found.gain.ci == pytest.approx((0, 0), abs=1e-9)
     assert not found.identified
@@ -112,28 +120,19 @@ def test_what_is_flat_gains_nothing() -> None:
 def test_what_falls_is_predicted_to_fall() -> None:
     """Catches a law that may only grow."""
     scatter = np.array([0.002, -0.002, 0.001, -0.001, 0.001])
-    tops, bottoms = counts(SIZES, 2.5 - 0.1 * np.log(SIZES / 600) + scatter)
-    found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
-    assert found is not None
-    assert found.gain.ci is not None
-    assert found.gain.ci[1] < 0
+    assert found_for(2.5 - 0.1 * np.log(SIZES / 600) + scatter).gain.ci[1] < 0
 
 
 def test_up_and_down_is_not_clear() -> None:
     """Catches a narrow interval around a law that does not fit."""
-    tops, bottoms = counts(SIZES, np.array([1.5, 2.5, 1.5, 2.5, 1.5]))
-    found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
-    assert found is not None
-    assert found.gain.ci is not None
-    assert found.gain.ci[0] < -0.1 < 0.1 < found.gain.ci[1]
+    low, high = found_for(np.array([1.5, 2.5, 1.5, 2.5, 1.5])).gain.ci
+    assert low < -0.1 < 0.1 < high
 
 
 def test_two_sizes_give_a_line_and_no_interval() -> None:
     """Also with several seeds: nothing says whether the curve bends."""
     for sizes in (SIZES[[0, 4]], np.repeat(SIZES[[0, 4]], 3)):
-        tops, bottoms = counts(sizes, 2.0 + 0.1 * np.log(sizes / 600))
-        found = forecast(sizes, tops, bottoms, BOUNDS, 0)
-        assert found is not None
+        found = found_for(2.0 + 0.1 * np.log(sizes / 600), sizes)
         assert found.law.exponent == 0
         assert found.at_double.value == pytest.approx(2.0 + 0.1 * np.log(200))
         assert (found.gain.ci, found.at_double.ci, found.exponent_ci) == (None, None, None)
@@ -141,11 +140,8 @@ def test_two_sizes_give_a_line_and_no_interval() -> None:
 
 def test_three_sizes_give_a_wide_interval_and_no_exponent() -> None:
     sizes = SIZES[[0, 2, 4]]
-    tops, bottoms = counts(sizes, 2.4 - 8 * sizes**-0.4)
-    found = forecast(sizes, tops, bottoms, BOUNDS, 0)
-    assert found is not None
+    found = found_for(2.4 - 8 * sizes**-0.4, sizes)
     assert (found.law.exponent, found.exponent_ci, found.identified) == (0, None, False)
-    assert found.gain.ci is not None
     assert found.gain.ci[0] < 0.0103 < found.gain.ci[1]
 
 
@@ -157,22 +153,14 @@ def test_nothing_to_fit(what: str) -> None:
 
 
 def test_one_prompt_gives_no_interval() -> None:
-    tops, bottoms = counts(SIZES, 2.4 - 8 * SIZES**-0.4, prompts=1)
-    found = forecast(SIZES, tops, bottoms, BOUNDS, 0)
-    assert found is not None
-    assert found.gain.ci is None
+    assert found_for(2.4 - 8 * SIZES**-0.4, prompts=1).gain.ci is None
 
 
 def test_predictions_stay_possible() -> None:
     """Catches α above 1 and a gain that no draft can have."""
-    tops, bottoms = counts(SIZES, np.array([0.2, 0.45, 0.7, 0.9, 0.99]), prompts=2)
-    found = forecast(SIZES, tops, bottoms, (0.0, 1.0), 0)
-    assert found is not None
-    assert found.at_double.value is not None
+    found = found_for(np.array([0.2, 0.45, 0.7, 0.9, 0.99]), alpha=True, prompts=2)
     assert found.at_double.value <= 1
-    assert found.gain.value is not None
     assert found.gain.value <= 1 / 0.9
-    assert found.at_double.ci is not None
     assert 0 <= found.at_double.ci[0] <= found.at_double.ci[1] <= 1
 
 

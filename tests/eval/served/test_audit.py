@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,17 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.serving.checker import check_draft_files
-from decode.serving.edits import (
-    Edit,
-    combine,
-    drop,
-    set_config,
-    set_rope_theta,
-)
 from decode.serving.log_counts import RequestCounts
 from decode.serving.rules import read_draft, read_target
 from eval.served import parity
 from eval.served.audit import ServedCounts, audit_draft, vllm_counts
 from eval.served.parity import RefereeConfig
-from eval.served.reading import copy_files
+from eval.served.reading import Edit, combine, copy_files, drop, set_config, set_rope_theta
 from eval.served.suspects import readings
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
 from tests.heads import INNER, knowing_net, save
+from tests.params import slow_except
 from tests.scripts.test_referee import answers_of, reply, stand_in
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 
@@ -64,7 +59,7 @@ class World:
     def edited(self, family: str, edit: Edit, out: Path) -> Path:
         """A copy of the draft with an edit, without draftsmith.json."""
         copy_files(read_draft(str(self.folder / family)), out)
-        edit.apply(out)
+        edit(out)
         return out
 
     def counts(self, draft: Path) -> list[RequestCounts]:
@@ -117,11 +112,11 @@ OTHERWISE: dict[str, tuple[str, str, Edit]] = {
 """{what an engine does otherwise: (family, cause to name, the same as an edit of the files)}."""
 
 
-QUICK = ("another convention of taps", "no biases")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in OTHERWISE]
+    "name", slow_except(OTHERWISE, ["another convention of taps", "no biases"])
 )
 def test_what_the_engine_does_otherwise_is_named(name: str, world: World, tmp_path: Path) -> None:
     """Catches a suspect that is not switched, and a cause that is named for another reason than its counts."""
@@ -144,14 +139,9 @@ def test_what_the_engine_does_otherwise_is_named(name: str, world: World, tmp_pa
     [
         ("eagle3", "norms", set_config(norm_before_residual=True)),
         ("medusa", "matrices", set_config(original_lm_head=True)),
-        pytest.param(
-            "eagle3",
-            "taps",
-            set_config(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("eagle3", "vocabulary map", drop("d2t"), marks=pytest.mark.slow),
-        pytest.param("eagle3", "biases", set_config(attention_bias=True), marks=pytest.mark.slow),
+        slow("eagle3", "taps", set_config(eagle_aux_hidden_state_layer_ids=[1, 2, 3])),
+        slow("eagle3", "vocabulary map", drop("d2t")),
+        slow("eagle3", "biases", set_config(attention_bias=True)),
     ],
 )
 def test_what_is_wrong_for_both_is_named(
@@ -210,7 +200,7 @@ def test_readings_of_heads_without_a_projection_can_be_saved(world: World, tmp_p
     d = read_draft(str(damaged), read_target(str(world.folder / "target"), tokenizer=False))
     for number, reading in enumerate(readings(d)):
         copy_files(d, tmp_path / str(number))
-        reading.edit.apply(tmp_path / str(number))
+        reading.edit(tmp_path / str(number))
         assert (tmp_path / str(number) / "model.safetensors").is_file()
 
 
@@ -218,13 +208,8 @@ def test_readings_of_heads_without_a_projection_can_be_saved(world: World, tmp_p
 
 
 def settings(tmp_path: Path, **changes: Any) -> audit.AuditConfig:
-    draft, target = (str(ROOT / "assets" / name) for name in ("draft", "target"))
-    base: dict[str, Any] = {
-        "draft": draft,
-        "target": target,
-        "device": "cpu",
-        "out": str(tmp_path / "out"),
-    }
+    base: dict[str, Any] = {name: str(ROOT / "assets" / name) for name in ("draft", "target")}
+    base |= {"device": "cpu", "out": str(tmp_path / "out")}
     base |= {"tasks": [Task("code", limit=2)], "k": 3, "max_new_tokens": 6, "temperature": 0.0}
     return audit.AuditConfig(**(base | changes))
 
@@ -263,11 +248,8 @@ def response(x: RequestCounts, tokens: int) -> dict[str, Any]:
     at = [x.rounds, *x.accepted_at, 0]
     counts = {"num_spec_steps": x.rounds, "num_draft_tokens": 3 * x.rounds}
     counts |= {"num_accepted_draft_tokens": x.accepted}
-    histogram = {"acceptance_histogram": [at[i] - at[i + 1] for i in range(4)]}
-    return {
-        "usage": {"prompt_tokens": tokens},
-        "metrics": {"speculative_decoding": counts | histogram},
-    }
+    found = {**counts, "acceptance_histogram": [at[i] - at[i + 1] for i in range(4)]}
+    return {"usage": {"prompt_tokens": tokens}, "metrics": {"speculative_decoding": found}}
 
 
 @pytest.mark.parametrize(
@@ -287,9 +269,8 @@ def test_the_command_with_a_log(
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     audit.main(settings(tmp_path, served=str(log)))
     assert says in capsys.readouterr().out
+    one = settings(
+        tmp_path, served=str(log), tasks=[Task("code", limit=1)], out=str(tmp_path / "o2")
+    )
     with pytest.raises(UserError, match="2 responses and there are 1 prompts"):
-        audit.main(
-            settings(
-                tmp_path, served=str(log), tasks=[Task("code", limit=1)], out=str(tmp_path / "o2")
-            )
-        )
+        audit.main(one)

@@ -22,7 +22,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing
 from eval.benchmark.config import MethodConfig
-from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree, tree_paths
+from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only
 from eval.metrics.speedup_model import recommended_k_range
@@ -248,7 +248,8 @@ def record(proposed: list[int], tokens: list[int]) -> RoundRecord:
 def test_ranks_of_a_round() -> None:
     """Catches a rank counted below a node that was not the first choice, whose own accuracy it is not."""
     tree = comb_tree(3, 2)
-    assert tree_paths(tree) == [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
+    paths = [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
+    assert describe_tree(tree) == TreeRecord(paths=paths)
     proposed = [10, 11, 20, 21, 30, 31]
     for tokens, ranks in (
         ([10, 20, 30, 99], [(0, 0), (1, 0), (2, 0)]),
@@ -280,8 +281,9 @@ def test_a_draft_with_few_levels_gets_the_trees_that_it_can_have(
 def test_paths_make_the_tree_again(nodes: int) -> None:
     """Catches a tree that a configuration file cannot carry."""
     tree = optimal_static_tree([[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.3]], nodes)
-    assert tree_from_paths(tree_paths(tree)) == tree
-    assert describe_tree(tree) == TreeRecord(paths=tree_paths(tree))
+    described = describe_tree(tree)
+    assert described is not None
+    assert tree_from_paths(described.paths or []) == tree
     assert describe_tree(DynamicTree(2, 5)) == TreeRecord(2, 5)
     assert describe_tree(None) is None
 

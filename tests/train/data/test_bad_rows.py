@@ -73,7 +73,7 @@ def test_bad_rows_are_named_counted_and_skipped(target: Path, tmp_path: Path) ->
         assert f"{len(BAD)} of {total} rows refused and skipped" in done.err
         counts = read_manifest(out).counts
         assert (counts["asked"], counts["answered"], counts[REFUSED]) == (20, 20, len(BAD))
-        assert len(sample_store.done_ids(out)) == 20
+        assert len(sample_store.row_ends(out)) == 20
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=[reason[:24] for _, reason in BAD])

@@ -24,15 +24,16 @@ from tests import worlds
 from tests.rows import byte_target, file_sources, sample, save_byte_target, write_rows
 from tests.worlds import byte_tokenizer
 from train.data import sample_store
-from train.data.conversations import conversation_with_replies, join_turns
-from train.data.manifest import read_manifest
-from train.data.prompts import (
+from train.data.conversations import (
     Prompt,
+    conversation_with_replies,
     encode_prompt,
     encode_prompts,
+    join_turns,
     make_prompt,
     prompt_text,
 )
+from train.data.manifest import read_manifest
 from train.data.sources import UNANSWERED, ReadLog, read_prompts, stream_prompts
 from train.settings.data import PromptSource
 

@@ -9,13 +9,14 @@ from decode.common.errors import UserError
 from tests.worlds import byte_tokenizer
 from train.data.conversations import (
     Conversation,
+    Prompt,
     conversation_with_replies,
     conversations_without_replies,
     join_turns,
+    make_prompt,
     skip_repeated_turn_end,
     split_into_windows,
 )
-from train.data.prompts import Prompt, make_prompt
 
 EOS = frozenset({1})
 CHATML = (

@@ -1,6 +1,7 @@
 """The manifest of a sampled set: sets that lost, gained or changed rows are refused, and sampling mends them."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from decode.common.errors import UserError
 from decode.common.typed_json import to_json
 from tests import worlds
+from tests.rows import sample_row
 from train.data.manifest import (
     Manifest,
     load_set,
@@ -19,7 +21,7 @@ from train.data.manifest import (
     set_damaged_aside,
     write_manifest,
 )
-from train.data.sample_store import SampleRow, done_ids, write_shard
+from train.data.sample_store import row_ends, write_shard
 
 MANIFEST = Manifest(
     target="tiny",
@@ -33,17 +35,7 @@ MANIFEST = Manifest(
     versions={"torch": "2"},
 )
 IDS = {f"{shard}{i}" for shard in "abc" for i in (0, 1)}
-
-
-def row(name: str, token: int = 5) -> SampleRow:
-    return {
-        "id": name,
-        "source": "test",
-        "origin": "target",
-        "input_ids": [token, 6, 7, 8],
-        "loss_spans": [[1, 2], [3, 4]],
-        "finish_reason": "eos",
-    }
+row = functools.partial(sample_row, [5, 6, 7, 8], [[1, 2], [3, 4]])
 
 
 def finished(folder: Path) -> Path:
@@ -112,7 +104,7 @@ def test_exactly_what_is_lost_is_made_again(
     DAMAGES[what][0](folder / "shards" / "b.parquet")
     set_damaged_aside(folder, IDS)
     lost = {"b0", "b1"} if what not in ("foreign", "doubled", "renamed") else set()
-    assert done_ids(folder) == IDS - lost
+    assert set(row_ends(folder)) == IDS - lost
     assert capsys.readouterr().err.count("warning: shard ") == 1
     aside = [path.name for path in (folder / "shards").glob("*.damaged")]
     at = {"foreign": "z", "doubled": "d"}.get(what, "b")
@@ -135,7 +127,7 @@ def test_nothing_is_said_of_an_intact_set(
     set_damaged_aside(folder, IDS | {"n0"})
     (folder / "manifest.json").unlink()  # a first run was killed
     set_damaged_aside(folder, IDS | {"n0"})
-    assert done_ids(folder) == IDS | {"n0"}
+    assert set(row_ends(folder)) == IDS | {"n0"}
     assert capsys.readouterr().err == ""
 
 
@@ -146,7 +138,7 @@ def test_a_damaged_manifest_is_written_again(
     folder = finished(tmp_path)
     (folder / "manifest.json").write_bytes(b"\0" * 100)
     set_damaged_aside(folder, IDS)
-    assert done_ids(folder) == IDS
+    assert set(row_ends(folder)) == IDS
     assert "manifest.json" in capsys.readouterr().err
 
 

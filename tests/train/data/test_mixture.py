@@ -21,7 +21,7 @@ from tests.train.data.test_manifest import MANIFEST
 from tests.worlds import byte_tokenizer
 from train.data.batching import shuffled_index
 from train.data.manifest import write_manifest
-from train.data.mixture import Mixture, data_manifests, load, mixture_parts, source_at
+from train.data.mixture import Mixture, data_manifests, load, source_at
 from train.data.sample_store import SampleRow, read_shards, write_shard
 from train.settings.data import DataSpec, MixturePart
 
@@ -229,12 +229,6 @@ def test_how_the_data_was_made_is_told(tmp_path: Path) -> None:
     several = data_manifests([MixturePart(paths[0], 3), MixturePart(paths[1])])
     assert [(part["path"], part["weight"]) for part in several] == [(paths[0], 3), (paths[1], 1.0)]
     assert several[0]["manifest"] == own
-
-
-def test_a_mixture_of_nothing_is_refused() -> None:
-    """Bug: an empty list trains on nothing."""
-    with pytest.raises(UserError, match="no folder"):
-        mixture_parts([])
 
 
 @dataclasses.dataclass

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import byte_tokenizer
+from train.data.conversations import Prompt, encode_prompt, prompt_text
 from train.data.filters import EvaluationOverlap, NearDuplicates
 from train.data.prompt_pipeline import TargetTokenizer, load_prompts
-from train.data.prompts import Prompt, encode_prompt, prompt_text
 from train.data.sources import REPEATS, ReadLog, evaluation_texts, stream_prompts
 from train.sampling.config import SampleConfig
 from train.settings.data import FilterConfig, PromptSource
@@ -50,7 +50,7 @@ def test_prompts_are_kept_and_counted_as_step_by_step(
     )
     tokenizer = byte_tokenizer()
     reader = TargetTokenizer("tiny", None, tokenizer, "", 512, frozenset({0}))
-    found, dropped = load_prompts(s, reader)
+    found, dropped = load_prompts(s, reader, ReadLog())
 
     log = ReadLog()
     read = list(stream_prompts(s.sources, s.seed, log))

@@ -17,12 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from decode.common.errors import UserError
-from decode.common.settings import parse_settings
 from decode.model import names
 from tests.rows import write_rows
 from train.data import python_corpus
+from train.data.conversations import Prompt, encode_prompt, encode_prompts, prompt_text
 from train.data.filters import EvaluationOverlap
-from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_text
 from train.data.sources import (
     BUNDLED_PROMPTS,
     REPEATS,
@@ -225,40 +224,6 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^hub data set 'a/b' .*cannot reach it.*$") as caught:
         read_prompts([PromptSource("hub", "a/b")], seed=0)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (PromptSource("bundled", "cod"), "path 'cod' must be one of code, prose, arithmetic, all"),
-        (PromptSource("stdlib"), "limit is missing"),
-        (PromptSource("file"), "path is empty"),
-        (PromptSource("file", "missing.jsonl"), "missing.jsonl does not exist"),
-        (PromptSource("hub", "./missing"), "'./missing' does not exist"),
-        (PromptSource("hub", "missing.jsonl"), "'missing.jsonl' does not exist"),
-        (
-            PromptSource("file", "own.csv"),
-            r"own.csv: must end in .jsonl, .json, .parquet, .txt, or",
-        ),
-    ],
-)
-def test_bad_sources_say_what_to_change(source: PromptSource, message: str) -> None:
-    """Bug: a source that cannot be read gives an empty list or a traceback."""
-    with pytest.raises(UserError, match=message):
-        read_prompts([source], seed=0)
-
-
-def test_sources_can_be_written_in_settings(tmp_path: Path) -> None:
-    """Bug: the field types of Source are not ones that the settings can parse."""
-
-    @dataclasses.dataclass
-    class Settings:
-        sources: list[PromptSource] = dataclasses.field(default_factory=list)
-
-    config = tmp_path / "config.yaml"
-    config.write_text("sources:\n- kind: bundled\n  path: all\n- {kind: stdlib, limit: 5}\n")
-    settings = parse_settings(Settings, "", ["--config", str(config)])
-    assert settings.sources == [PromptSource("bundled", "all"), PromptSource("stdlib", limit=5)]
 
 
 NUMBERS = [f"w{i}" for i in range(40)]

@@ -11,7 +11,7 @@ from tests import worlds
 from tests.rows import file_sources, sample, write_rows
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
-from train.data.prompts import Prompt
+from train.data.conversations import Prompt
 from train.data.template_probe import TemplateMarks, template_marks
 
 CHATML = (

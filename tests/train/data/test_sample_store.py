@@ -17,8 +17,8 @@ from train.data.sample_store import (
     SCHEMA,
     SampleRow,
     SampleStore,
-    done_ids,
     read_shards,
+    row_ends,
     write_shard,
 )
 
@@ -37,7 +37,7 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
     write_shard(tmp_path, [row("b"), short], "00001")
     write_shard(tmp_path, [row("a")], "00000")
     assert listed(read_shards(tmp_path)) == listed([row("a"), row("b"), short])
-    assert done_ids(tmp_path) == {"a", "b", "c"}
+    assert set(row_ends(tmp_path)) == {"a", "b", "c"}
 
 
 def test_truncated_shard_is_named(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_truncated_shard_is_named(tmp_path: Path) -> None:
     write_shard(tmp_path, [row("a")], "00000")
     path = write_shard(tmp_path, [row("b")], "00001")
     path.write_bytes(path.read_bytes()[:-40])
-    for read in (read_shards, done_ids):
+    for read in (read_shards, row_ends):
         with pytest.raises(
             UserError, match="00001.parquet cannot be read.*run train/sample.py"
         ) as caught:
@@ -76,9 +76,9 @@ def test_kill_before_the_rename_leaves_no_half_shard(
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             write_shard(tmp_path, [row("b")], "00001")
-    assert done_ids(tmp_path) == {"a"}
+    assert set(row_ends(tmp_path)) == {"a"}
     write_shard(tmp_path, [row("b")], "00001")
-    assert done_ids(tmp_path) == {"a", "b"}
+    assert set(row_ends(tmp_path)) == {"a", "b"}
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
@@ -115,7 +115,7 @@ def test_other_columns_and_wider_types_are_read(tmp_path: Path) -> None:
 def test_empty_set_says_what_to_run(tmp_path: Path) -> None:
     """Bug: training on a folder without samples divides by zero."""
     for folder in (tmp_path, tmp_path / "missing"):
-        assert done_ids(folder) == set()
+        assert set(row_ends(folder)) == set()
         with pytest.raises(UserError, match="run train/sample.py"):
             read_shards(folder)
 
@@ -124,7 +124,7 @@ def test_repeated_ids_are_named(tmp_path: Path) -> None:
     """Bug: two runs into one folder weigh some prompts twice."""
     write_shard(tmp_path, [row("a"), row("twin")], "00000")
     write_shard(tmp_path, [row("twin")], "00001")
-    for read in (read_shards, done_ids):
+    for read in (read_shards, row_ends):
         with pytest.raises(UserError, match="id twin occurs twice"):
             read(tmp_path)
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from train.data import python_corpus
+from train.data.conversations import prompt_text
 from train.data.filters import EvaluationOverlap
-from train.data.prompts import prompt_text
 from train.data.sources import BUNDLED_PROMPTS, DOMAINS, evaluation_texts, read_prompts
 from train.settings.data import PromptSource
 

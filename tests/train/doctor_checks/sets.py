@@ -15,8 +15,7 @@ from tests.rows import sample_row
 from tests.tiny import tiny_config
 from tests.worlds import byte_tokenizer
 from train.data import manifest, sample_store
-from train.data.conversations import conversation_with_replies, join_turns
-from train.data.prompts import make_prompt
+from train.data.conversations import conversation_with_replies, join_turns, make_prompt
 from train.data.sample_store import SampleRow
 
 END = 1
@@ -95,7 +94,7 @@ def save_set(
     folder: Path, tokenizer: PreTrainedTokenizerFast, rows: list[SampleRow], template: str = ""
 ) -> Path:
     """The rows as a finished sampled set, made with the tokenizer's template or with another one."""
-    sample_store.add_shard(folder, rows)
+    sample_store.write_shard(folder, rows)
     template = template or tokenizer.chat_template or ""
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     fingerprint = tokenizer_fingerprint(tokenizer)

@@ -21,8 +21,7 @@ from tests.train.doctor_checks.sets import (
     words,
 )
 from train.data import manifest, sample_store
-from train.data.conversations import join_turns
-from train.data.prompts import make_prompt
+from train.data.conversations import join_turns, make_prompt
 from train.data.sources import evaluation_texts
 
 SMOLLM2 = Path(constants.HF_HOME) / "draftsmith" / "gguf" / "b179c9523d0e6a0f-v2"

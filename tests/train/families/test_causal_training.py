@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LMHead
-from tests.params import slow_except
+from tests.params import rotated, slow_except
 from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_target
 from tests.train.families.test_heads_training import SAMPLES, assert_same
 from tests.train.losses.test_loss_memory import Live
@@ -66,8 +66,7 @@ def test_it_is_the_loss_of_a_plain_forward(arch: str) -> None:
     assert_same(found, (want, grads))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "granite"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("arch", "tied"), rotated(["llama", "gemma2", "granite"], [False, True]))
 def test_in_chunks_it_is_the_same(arch: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches sums or gradients of the last chunk only; a tied embedding has a gradient from both its uses."""
     trainer, teacher = trainer_of(

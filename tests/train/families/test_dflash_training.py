@@ -9,6 +9,7 @@ from torch import Tensor
 from decode.model.masks import SlotMask
 from tests.decode.drafts.test_dflash import formula_states
 from tests.heads import prefilled, randomise
+from tests.params import rotated
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
@@ -26,7 +27,7 @@ K = 4
 
 def trainee_of(name: str, model: Any, **settings: Any) -> Any:
     """A head with random weights, whose correction says something."""
-    chosen = {"vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
+    chosen = {"depth": 2, "vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
     if name == "dspark":
         chosen["markov_rank"] = 6
     config = DistillConfig(draft=family_settings(name)(**chosen))
@@ -84,9 +85,9 @@ def gap(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, packed: bool = Fa
     return worst
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize(
+    ("arch", "name", "packed"), rotated(FEW, ["dflash", "dspark"], [False, True])
+)
 def test_slots_read_what_decoding_reads(
     arch: str, name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

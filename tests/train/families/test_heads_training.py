@@ -28,6 +28,7 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from tests import worlds
 from tests.heads import hf_states, randomise
+from tests.params import rotated
 from tests.tiny import VOCAB, rope, tiny_model, tiny_prompts, tiny_target
 from tests.train.test_distill_command import (
     COMMAND,
@@ -636,8 +637,7 @@ def test_means_divide_by_their_own_count() -> None:
 # ---- what moves ----
 
 
-@pytest.mark.parametrize("loss", ["forward_kl", "tv", "top_k"])
-@pytest.mark.parametrize("family", DRAFTS)
+@pytest.mark.parametrize(("family", "loss"), rotated(DRAFTS, ["forward_kl", "tv", "top_k"]))
 def test_one_step_moves_all_that_is_trained_and_nothing_else(family: str, loss: str) -> None:
     """Catches detached terms, parts left out of the optimiser (methods 10), heads that are one module (33), and a
     target that is trained along."""
@@ -849,17 +849,11 @@ def test_started_again_it_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FLAGS)
 def test_killed_and_started_again_it_ends_with_the_same_bits(
-    family: str,
-    place: worlds.World,
-    data: Path,
-    distill: Run,
-    made: Callable[[str], Path],
-    tmp_path: Path,
+    place: worlds.World, data: Path, distill: Run, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Catches a checkpoint of heads that is only whole when the process ends in peace."""
-    out = tmp_path / "out"
+    family, out = "eagle3", tmp_path / "out"
     ready = (out / "checkpoints" / "latest").is_file
     assert worlds.kill_when(ready, COMMAND, *command(place, data, out, family)) == -9
     done = distill(family)
@@ -892,12 +886,11 @@ def test_packed_it_is_the_same_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FLAGS)
 def test_two_processes_equal_one(
-    family: str, place: worlds.World, data: Path, made: Callable[[str], Path], tmp_path: Path
+    place: worlds.World, data: Path, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Catches gradients averaged over processes with unequal numbers of slots, and parameters that have none."""
-    out = tmp_path / "out"
+    family, out = "medusa", tmp_path / "out"  # its last head has no slot in short answers
     done = worlds.run(COMMAND, *command(place, data, out, family), processes=2)
     assert done.code == 0, done.err
     assert facts_of(out)["processes"] == 2

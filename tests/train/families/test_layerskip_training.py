@@ -13,6 +13,7 @@ from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
 from tests.decode.drafts.test_exit_adapter import FEW, no_adapter, saved
 from tests.heads import randomise
+from tests.params import rotated
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
@@ -86,8 +87,7 @@ def trained_states(model: ExitTrainer, batch: Batch, output: TeacherOutput) -> T
     return torch.cat(seen)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize(("arch", "packed"), rotated(FEW, [False, True]))
 def test_training_reads_what_decoding_drafts_with(arch: str, packed: bool) -> None:
     """Catches the state of another layer or position, and drafted tokens whose states differ from the text's."""
     assert gap(arch, packed) < 2e-3

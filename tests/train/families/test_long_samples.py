@@ -10,7 +10,7 @@ from decode.common.errors import UserError
 from decode.model import attention, masks
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import AttentionMask
-from tests.params import slow_except
+from tests.params import pairwise, rotated, slow_except
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import FAMILY, SAMPLES, trainee_of
 from tests.train.families.test_heads_training import assert_same, learned, model_of
@@ -56,10 +56,13 @@ def test_each_way_to_attend_teaches_the_same(case: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    ("family", "arch"),
-    [(name, arch) for name in ("causal", "pard", "mtp") for arch in FEW if (name, arch) != NO_MTP],
+    ("family", "arch", "packed"),
+    [
+        case
+        for case in pairwise(["causal", "pard", "mtp"], FEW, [False, True])
+        if case[:2] != NO_MTP
+    ],
 )
 def test_windows_and_sinks_are_kept_in_blocks(family: str, arch: str, packed: bool) -> None:
     """Catches a sliding window that begins elsewhere in a block, and soft caps and sinks of a block's scores alone."""
@@ -69,8 +72,7 @@ def test_windows_and_sinks_are_kept_in_blocks(family: str, arch: str, packed: bo
     assert_same(here, there)
 
 
-@pytest.mark.parametrize("method", ["dense", "blockwise"])
-@pytest.mark.parametrize("family", RECOMPUTING)
+@pytest.mark.parametrize(("family", "method"), rotated(RECOMPUTING, ["dense", "blockwise"]))
 def test_layers_that_are_computed_again_teach_the_same(
     family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.params import rotated
 from tests.tiny import FEW, VOCAB, reference, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_heads_training import row
@@ -74,8 +75,7 @@ def gap(trainee: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize(("arch", "packed"), rotated(FEW, [False, True]))
 def test_slots_read_what_decoding_reads(
     arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

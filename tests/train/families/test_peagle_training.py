@@ -7,6 +7,7 @@ import torch
 
 from tests.decode.drafts.test_peagle import one_pass
 from tests.heads import randomise
+from tests.params import rotated
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from tests.train.families.test_dflash_training import inputs_of
@@ -50,8 +51,7 @@ def gap(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> float:
     return worst
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize(("arch", "packed"), rotated(FEW, [False, True]))
 def test_slots_read_what_decoding_reads(
     arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

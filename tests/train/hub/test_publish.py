@@ -145,13 +145,9 @@ def test_a_target_that_was_trained_along_is_published(tmp_path: Path) -> None:
 
 def test_a_target_that_drafts_for_itself_is_published(tmp_path: Path) -> None:
     """Catches commands that ask for a folder inside, and a card that is silent about the changed target."""
-    folder = drafts.draft(
-        tmp_path / "d",
-        "layerskip2",
-        target={"name": str(tmp_path / "d"), "revision": None},
-        original_target={"name": "org/target", "revision": None},
-    )
-    out = made(tmp_path, folder)
+    names = {"target": str(tmp_path / "d"), "original_target": "org/target"}
+    targets = {key: {"name": name, "revision": None} for key, name in names.items()}
+    out = made(tmp_path, drafts.draft(tmp_path / "d", "layerskip2", **targets))
     assert json.loads((out / METADATA_FILE).read_text())["target"]["name"] == "me/x"
     text = (out / "README.md").read_text()
     assert "base_model: org/target" in text
@@ -333,13 +329,7 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
     """Catches a refusal of typical acceptance, which says that it changes the output."""
     folder = drafts.draft(tmp_path / "d")
     sha = drafts.sha_of(folder)
-    lossless = {
-        "greedy_identical": False,
-        "prompts": 37,
-        "identical": 30,
-        "ties": [],
-        "failures": [],
-    }
+    lossless = {"greedy_identical": False, "prompts": 37, "identical": 30, "ties": []}
     typical = drafts.entry(sha, "typical", lossy=True, lossless=lossless)
     text = (made(tmp_path, folder, report=drafts.report(sha, typical)) / "README.md").read_text()
     assert "Lossy by choice: typical" in text
@@ -372,21 +362,17 @@ def test_every_file_that_the_card_cites_is_there(
 
     monkeypatch.setattr(publish, "_write", lossy_write)
 
-    def build() -> Path:
-        return made(
-            tmp_path,
-            folder,
-            report=drafts.report(sha),
-            referee=drafts.referee(sha),
-            tuned=drafts.tuned(sha, {"all": 3, "code": 6}),
-            forecast=drafts.forecast(sha),
-        )
-
+    found = {
+        "report": drafts.report(sha),
+        "referee": drafts.referee(sha),
+        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}),
+        "forecast": drafts.forecast(sha),
+    }
     if lost is None:
-        assert set(CITED) <= files_of(build())
+        assert set(CITED) <= files_of(made(tmp_path, folder, **found))
         return
     with pytest.raises(UserError, match=lost) as raised:
-        build()
+        made(tmp_path, folder, **found)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -495,14 +481,8 @@ def finished(folder: Path, world: World, family: str) -> Path:
 
 def push(server: Hub, tmp_path: Path, *args: object) -> Done:
     """The command in a process of its own, with HF_ENDPOINT set to the stand-in."""
-    return worlds.run(
-        COMMAND,
-        *args,
-        "--push",
-        "--out",
-        tmp_path / "out",
-        env=hub.environment(server, tmp_path / "home"),
-    )
+    environment = hub.environment(server, tmp_path / "home")
+    return worlds.run(COMMAND, *args, "--push", "--out", tmp_path / "out", env=environment)
 
 
 LOAD = """

@@ -42,19 +42,9 @@ PUBLISHED: dict[str, Any] = {
     "manifest.json": Manifest,
 }
 LEFT_OUT = (
-    "features",
-    "placement",
-    "states",
-    "tracker",
-    "wandb",
-    "project",
-    "publish",
-    "out",
-    "resume",
-    "allow_changed",
-    "overwrite",
-    "dry_run",
-)
+    "features", "placement", "states", "tracker", "wandb", "project", "publish", "out", "resume", "allow_changed",
+    "overwrite", "dry_run",
+)  # fmt: skip
 """Settings of train/distill.py that say nothing of the draft and much of its maker."""
 
 

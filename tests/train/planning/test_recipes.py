@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,14 +31,16 @@ from decode.engine.engine import decode
 from decode.model.loading import DTYPES, auto_class, load_target
 from tests import worlds
 from tests.decode.engine.test_engine import hf_text
-from train import sample
+from train import answering
 from train.data import batching, sample_store
-from train.data.conversations import Conversation
+from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.prompts import Prompt, encode_prompt
+from train.families.dflash import default_taps
+from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
+from train.sampling.config import SampleConfig
 from train.sampling.rows import make_row
 from train.trainer.settings import DistillConfig
 
@@ -324,7 +327,7 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
         reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
         script = Conversation([encode_prompt(tokenizer, prompt)], [reply])
-        rows.append(make_row(sample.SampleConfig(), prompt, script, "eos"))
+        rows.append(make_row(SampleConfig(), prompt, script, "eos"))
     return rows
 
 
@@ -409,12 +412,11 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
     data = home / f"samples-{kind_of(s.target)}"
     if not data.exists():
         rows = rows_of(kind_of(s.target))
-        loaded = load_target(str(target), "cpu")
         sample_store.write_shard(data, rows[:4], "a")
         sample_store.write_shard(data, rows[4:], "b")
-        settings = sample.SampleConfig(target=str(target), out=str(data))
+        settings = SampleConfig(target=str(target), out=str(data))
         counts = {"asked": 6, "answered": 6, "failed": 0}
-        sample.write_manifest(settings, TargetTokenizer.from_target(loaded), [], counts)
+        answering.write_manifest(settings, answering.load_reader(settings), [], counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
@@ -744,3 +746,78 @@ def test_the_table_of_recipes_has_them_all() -> None:
     page = (worlds.ROOT / "configs" / "README.md").read_text().splitlines()
     rows = [line for line in page if line.startswith("| [") and "](distill/" in line]
     assert sorted(rows) == sorted(map(row, FILES))
+
+
+# ---- what a run is told by its family alone ----
+
+CASES = {name: name for name in TRAINED_FAMILIES} | {"causal, new weights": "causal"}
+OWN = ("depth", "block", "steps", "heads", "retention", "markov_rank")
+
+
+def family_row(name: str) -> str:
+    """The line of docs/families.md on how this family is trained by default."""
+    words = ["--draft.family", CASES[name]]
+    if "new" in name:
+        words += ["--draft.init_config", "{hidden_size: 512}"]
+    s = parse_settings(DistillConfig, "", words)
+    loop, values = s.loop, vars(s.draft)
+    warmup = f"{loop.warmup:.3g} steps" if loop.warmup >= 1 else f"{100 * loop.warmup:g} %"
+    losses = [s.loss, *(f"{weight:g} {other}" for other, weight in s.divergence.mix.items())]
+    own = ", ".join(f"{key} {values[key]}" for key in OWN if key in values)
+    cells = (
+        name,
+        f"{loop.lr:g}",
+        warmup,
+        f"{loop.min_lr:g}",
+        f"{loop.clip:g}",
+        f"{loop.max_length:,}",
+    )
+    cells += (" + ".join(losses), f"{s.weights.decay:g}", own, s.draft.training_defaults().source)
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_page_has_the_defaults_of_each_family() -> None:
+    """Bug: a table of defaults that are not those in force."""
+    page = (worlds.ROOT / "docs" / "families.md").read_text().splitlines()
+    start = page.index("## What a family trains with by default")
+    rows = [line for line in page[start:] if line.startswith("| ")]
+    assert rows[1:] == [family_row(name) for name in CASES]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_defaults_are_those_of_the_recipes(file: str) -> None:
+    """Bug: --draft.family dspark with a rate, loss, size or length that its publication does not have."""
+    s = recipe(file)
+    words = ["--draft.family", s.draft.family, "--draft.init", s.draft.continues]
+    alone = parse_settings(DistillConfig, "", words)
+    names = {"draft.taps", "loop.steps", "loop.batch_size", "loop.warmup", "draft.vocab"}
+    compared = {"loop.lr": s.loop.lr} | VALUES[file][1]
+    published = {name: value for name, value in compared.items() if name not in names}
+    assert {name: value_of(alone, name) for name in published} == published
+    if "ours" not in VALUES[file][0]:
+        assert alone.loop.warmup * s.loop.steps == pytest.approx(s.loop.warmup, rel=0.05)
+
+
+def test_what_is_given_stands_above_the_family() -> None:
+    """Bug: a default of the family replaces what somebody typed, or what belongs to its own loss stays with another."""
+    words = ["--draft.family", "dspark", "--loop.lr", "0.001", "--loss", "forward_kl"]
+    s = parse_settings(DistillConfig, "", words)
+    assert (s.loop.lr, s.loop.max_length, s.loss, s.divergence.mix) == (
+        1e-3,
+        4096,
+        "forward_kl",
+        {},
+    )
+    assert default_taps(36) == (2, 10, 18, 26, 34)
+    assert default_taps(4) == (2,)
+
+
+def test_answers_are_as_long_as_the_template_asks() -> None:
+    """Bug: a thinking target is cut off in its thoughts, which are then all that a draft learns."""
+    lengths = {}
+    for kind in ("gemma3", "qwen3", "gpt_oss"):
+        reader = SimpleNamespace(tokenizer=tokenizer_of(kind), template={})
+        lengths[kind] = answering.usual_answer_length(cast(TargetTokenizer, reader))
+    assert lengths == {"gemma3": 1024, "qwen3": 2048, "gpt_oss": 2048}
+    off = SimpleNamespace(tokenizer=tokenizer_of("qwen3"), template={"enable_thinking": False})
+    assert answering.usual_answer_length(cast(TargetTokenizer, off)) == 1024

@@ -8,7 +8,7 @@ from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.serving.running.completions import ForeignReplyError, MalformedReplyError
 from tests import worlds
 from train.data.prompt_pipeline import TargetTokenizer
-from train.sampling.server_answers import UnusableReplyError, read_reply
+from train.sampling.server_engine import UnusableReplyError, read_reply
 
 PROMPT, LIMIT = [20, 21, 22], 8
 

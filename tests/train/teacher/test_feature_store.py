@@ -24,6 +24,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, load_target
 from eval.reporting import formatting
 from tests import worlds
+from tests.params import rotated
 from tests.tiny import VOCAB, tiny_model, tiny_prompts, tiny_target
 from tests.worlds import Done, contents
 from train.data import batching, sample_store
@@ -112,8 +113,12 @@ def inside(batch: Batch, rows: Sequence[SampleRow] = ROWS) -> Tensor:
 # ---- what comes back is what the target said ----
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("taps", [TAPS, HiddenStateSpec((2,)), HiddenStateSpec(final=True)])
+@pytest.mark.parametrize(
+    ("arch", "taps"),
+    rotated(
+        ["llama", "gemma3_text", "gpt2"], [TAPS, HiddenStateSpec((2,)), HiddenStateSpec(final=True)]
+    ),
+)
 def test_states_are_those_of_the_live_target(
     tmp_path: Path, arch: str, taps: HiddenStateSpec
 ) -> None:
@@ -468,8 +473,10 @@ def test_shards_without_a_manifest_are_refused(tmp_path: Path, target: Target) -
         CachedTeacher(target, None, ROWS, folder_of(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["taps-0-1-2", "top-64"])
-@pytest.mark.parametrize("damage", ["byte", "sum", "short", "header", "other"])
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    rotated(["byte", "sum", "short", "header", "other"], ["taps-0-1-2", "top-64"]),
+)
 def test_a_damaged_shard_is_made_again(
     tmp_path: Path, target: Target, kind: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,14 +20,21 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from decode.common.errors import UserError
 from tests import worlds
+from tests.tiny import tiny_model, tiny_target
 from tests.worlds import Done, World
+from train.families.base import FamilyContext
+from train.families.settings.base import FamilySettings
+from train.families.settings.causal import CausalSettings
+from train.families.settings.eagle import Eagle1Settings
 from train.settings.training import LoopConfig, Precision
 from train.trainer import launch, sharding
 from train.trainer.checkpoint import LaunchKind
 from train.trainer.launch import Claims
+from train.trainer.settings import DistillConfig
 
 COMMAND, WEIGHTS = "train/distill.py", "model.safetensors"
 HEAD: list[object] = ["--draft.init", "", "--draft.family", "eagle1"]
@@ -269,9 +276,9 @@ def test_two_values_are_refused_and_named(
 def test_the_loop_in_force(
     ours: LoopConfig, said: Claims, processes: int, wanted: tuple[int, int, float]
 ) -> None:
-    found = launch.settle_loop(ours, said, processes)
+    found = launch.settle_loop(ours, said, processes, LoopConfig())
     assert (found.batch_size, found.micro_batch, found.clip) == wanted
-    assert launch.settle_loop(found, said, processes) == found  # --config run.yaml
+    assert launch.settle_loop(found, said, processes, LoopConfig()) == found  # --config run.yaml
 
 
 @pytest.mark.parametrize(
@@ -291,7 +298,7 @@ def test_two_loops_are_refused(
     ours: LoopConfig, said: Claims, processes: int, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        launch.settle_loop(ours, said, processes)
+        launch.settle_loop(ours, said, processes, LoopConfig())
     for word in words:
         assert word in str(error.value)
 
@@ -492,6 +499,9 @@ def errors_of(done: Done) -> list[str]:
     return [line for line in done.err.splitlines() if line.startswith("error: ")]
 
 
+MACHINE = ["--num_machines", "1", "--dynamo_backend", "no"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "named"),
@@ -504,17 +514,13 @@ def test_bad_input_under_the_real_launcher(
     world: World, data: Path, tmp_path: Path, more: list[object], named: str
 ) -> None:
     """Bug: each process printed the line, and the launcher's report, the last thing to be read, did not have it."""
-    out, told = tmp_path / "out", ["--num_machines", "1", "--mixed_precision", "no"]
-    told += ["--dynamo_backend", "no", "--num_processes"]
-    several = ["--multi_gpu", "--main_process_port", "0"]
-    done = launched([*told, "2", *several], world, data, out, *more)
+    out, told = tmp_path / "out", [*MACHINE, "--mixed_precision", "no", "--num_processes", "2"]
+    done = launched([*told, "--multi_gpu", "--main_process_port", "0"], world, data, out, *more)
     (error,) = errors_of(done)
     assert named in error
     blamed = done.err[done.err.index("Root Cause") :]
     assert "exitcode  : 2 " in blamed
     assert f"traceback : {error}" in blamed
-    done = launched([*told, "1", "--cpu", "--quiet"], world, data, out, *more)
-    assert done.err == error + "\n"
     assert not out.exists()
 
 
@@ -523,7 +529,7 @@ def test_one_process_under_accelerate_launch(
     train: Callable[..., Done], world: World, data: Path, tmp_path: Path
 ) -> None:
     """Bug: accelerate drops --gradient_accumulation_steps where there is no DeepSpeed, and says so in --help only."""
-    one = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
+    one = ["--num_processes", "1", *MACHINE]
     assert train("ours", "--loop.micro_batch", 2, "--mixed_precision", "bf16").code == 0
     words = [*one, "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4"]
     done = launched(words, world, data, tmp_path / "launched")
@@ -531,19 +537,12 @@ def test_one_process_under_accelerate_launch(
     assert (tmp_path / "launched" / WEIGHTS).read_bytes() == (
         tmp_path / "ours" / WEIGHTS
     ).read_bytes()
-    said = launched(
-        [*one, "--mixed_precision", "no"], world, data, tmp_path / "x", "--mixed_precision", "bf16"
-    )
+    words = [*one, "--mixed_precision", "no", "--cpu", "--quiet"]
+    said = launched(words, world, data, tmp_path / "x", "--mixed_precision", "bf16")
     (error,) = errors_of(said)
     assert "of this command is bf16 and the launcher's mixed_precision is no" in error
+    assert said.err == error + "\n"
     assert not (tmp_path / "x").exists()
-    file = tmp_path / "accelerate.yaml"
-    file.write_text(yaml.safe_dump({**PLAIN, "num_processes": 1, "mixed_precision": "no"}))
-    done = launched(
-        ["--config_file", str(file)], world, data, tmp_path / "y", "--mixed_precision", "bf16"
-    )
-    assert done.code == 0, done.err  # what a file always holds is no choice
-    assert "precision bf16" in done.err
 
 
 FSDP = {
@@ -562,24 +561,48 @@ def fsdp_file(folder: Path, more: dict[str, Any]) -> list[str]:
     return ["--config_file", str(file)]
 
 
+NO_WRAP = "fsdp_auto_wrap_policy is NO_WRAP"
+BY_CLASS, OF_SIZE = transformer_auto_wrap_policy, size_based_auto_wrap_policy
+CAUSAL, LAYERS = CausalSettings(layers=[0]), ["LlamaDecoderLayer"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "names", "draft", "said"),
+    [
+        (BY_CLASS, LAYERS, CAUSAL, []),
+        (BY_CLASS, None, CausalSettings(layers=[0], lora_rank=2), []),
+        (BY_CLASS, ["Qwen2DecoderLayer"], CAUSAL, [f"{LAYER} is LlamaDecoderLayer, the draft's layers"]),
+        (BY_CLASS, LAYERS, Eagle1Settings(), [f"{NO_WRAP}: this draft is gathered as one"]),
+        (OF_SIZE, None, CAUSAL, [f"{NO_WRAP}: this draft is gathered as one"]),
+        (OF_SIZE, None, Eagle1Settings(), [f"{NO_WRAP}: this draft is gathered as one"]),
+        (None, None, Eagle1Settings(), []),
+    ],
+)  # fmt: skip
+def test_what_fsdp_wraps_is_what_it_can(
+    policy: Any, names: list[str] | None, draft: FamilySettings, said: list[str]
+) -> None:
+    """Bug: wrap policies ended in tracebacks, as fully_shard wraps lists of layers and heads have no such class."""
+    settings = DistillConfig(draft=draft)  # type: ignore[arg-type]
+    trainee = draft.build(FamilyContext(settings, tiny_target(tiny_model("llama")), []))
+    plugin = SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=names)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator: Any = SimpleNamespace(is_fsdp2=True, state=state)
+    assert sharding.choose_wrapping(accelerator, trainee) == said
+    wraps = policy is BY_CLASS and draft.family == "causal"
+    assert plugin.auto_wrap_policy is (BY_CLASS if wraps else None)
+    assert plugin.transformer_cls_names_to_wrap == (LAYERS if wraps else names)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "draft", "said"),
-    [
-        ({**BY_LAYER, LAYER: "LlamaDecoderLayer"}, [], ""),
-        (BY_LAYER, ["--draft.lora_rank", 2], ""),
-        ({**BY_LAYER, LAYER: "Qwen2DecoderLayer"}, [], f"{LAYER} is LlamaDecoderLayer"),
-        ({**BY_LAYER, LAYER: "LlamaDecoderLayer"}, HEAD, "fsdp_auto_wrap_policy is NO_WRAP"),
-        (BY_SIZE, [], "fsdp_auto_wrap_policy is NO_WRAP"),
-        (BY_SIZE, HEAD, "fsdp_auto_wrap_policy is NO_WRAP"),
-        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, HEAD, ""),
-    ],
-)  # fmt: skip
+    [(BY_LAYER, ["--draft.lora_rank", 2], ""), (BY_SIZE, HEAD, NO_WRAP)],
+)
 def test_fsdp_files_of_accelerate_config_train_as_one_process(
     policy: dict[str, Any], draft: list[object], said: str, world: World, data: Path, tmp_path: Path,
     train: Callable[..., Done],
 ) -> None:  # fmt: skip
-    """Bug: wrap policies ended in tracebacks, as fully_shard wraps lists of layers and heads have no such class."""
+    """Bug: wrap policies ended in tracebacks."""
     assert train("one", *draft).code == 0
     words = fsdp_file(tmp_path, policy)
     done = launched(words, world, data, tmp_path / "two", *draft, wrap="tests/fsdp2.py")
@@ -610,6 +633,7 @@ def launch_of(kind: str, precision: str = "no", stage: int = 2, version: int = 2
 @pytest.mark.parametrize(
     ("accelerator", "loop", "named"),
     [
+        (launch_of("FSDP"), LoopConfig(muon_lr=0.02), "Muon needs whole matrices"),
         (launch_of("FSDP", version=1), LoopConfig(), "set fsdp_config.fsdp_version to 2"),
         (launch_of("FSDP", "fp16"), LoopConfig(), "fp16 is not supported under FSDP"),
         (launch_of("DEEPSPEED", "fp16"), LoopConfig(), "fp16 is not supported under DEEPSPEED"),
@@ -624,6 +648,8 @@ def test_what_this_parallelism_cannot_train_is_named(
     """Bug: stage 3 ended with "restore the tokenizer.json", stage 0 in a traceback."""
     with pytest.raises(UserError, match=named):
         sharding.check(accelerator, "causal", loop)
+    with pytest.raises(UserError, match="medusa2 trains adapters inside the target"):
+        sharding.check(launch_of("FSDP"), "medusa2", LoopConfig())
     for works in (
         launch_of("FSDP"),
         launch_of("DEEPSPEED", stage=1),

@@ -309,7 +309,7 @@ def test_writing_is_two_operations_for_each_weight_that_a_token_passes() -> None
     row: Any = {"input_ids": range(10), "loss_spans": [[6, 10]]}
     layers = 2 * 10 * 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)
     attention = sum(4 * t * 64 * 2 for t in range(10)) + 10 * 2 * 64 * 2  # half of its own token
-    found = resources.generation_flops(run.reading_cost(), [row, row])
+    found = resources.generation_flops(resources.reading_cost(run), [row, row])
     assert found == 2 * (layers + attention + 4 * 2 * 64 * 97)
 
 

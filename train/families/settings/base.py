@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from decode.common.errors import UserError
 from decode.common.published import Place, Word
 from decode.common.ranges import CountOrZero
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -29,6 +30,8 @@ class FamilySettings:
     block of queries at a time in memory linear in the length, or by flex_attention, which needs CUDA. auto: dense for
     short samples, else blockwise (same result)."""
 
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours")
+    """How such a draft is trained where the settings do not say it."""
     description: ClassVar[str]
     """What such a draft is, for the model card, with an article."""
     hub_tag: ClassVar[str]
@@ -50,6 +53,9 @@ class FamilySettings:
     def continues(self) -> str:
         """Folder or Hub name of the draft whose weights these are at first; empty: none."""
         return ""
+
+    def training_defaults(self) -> TrainingDefaults:
+        return self.training
 
     def planned(self, layers: int) -> Self:
         """These settings with the sizes of the saved draft, so that its shapes are known without its weights; `layers`

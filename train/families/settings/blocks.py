@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import EagleNetSettings
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -32,9 +33,16 @@ class PardSettings(BlockSettings, CausalSettings):
 
     family: Literal["pard"] = "pard"  # type: ignore[assignment]
 
+    training = TrainingDefaults(
+        "PARD, config/train/example_qwen.yaml",
+        lr=3e-5, warmup=0, min_lr=1.0, max_length=512, loss="hard_ce",
+    )  # fmt: skip
     description = "a small language model that drafts in parallel (PARD)"
     hub_tag = "pard"
     decodes_alone = False
+
+    def training_defaults(self) -> TrainingDefaults:
+        return self.training
 
     def build(self, context: "FamilyContext") -> "TrainableDraft":
         from train.families.blocks import TrainablePard
@@ -48,6 +56,15 @@ class PEagleSettings(BlockSettings, EagleNetSettings):
 
     family: Literal["peagle"] = "peagle"
 
+    block: Annotated[int, at_least(1, 64)] = 5
+    """Tokens drafted in one pass."""
+    retention: Share = 0.8
+    """Share of the anchors of one depth that are trained at the next one too (conditional drop)."""
+
+    training = TrainingDefaults(
+        "SpecForge, qwen3-8b-peagle-disaggregated.yaml",
+        lr=1e-4, warmup=0.0025, min_lr=0.0, max_length=4096,
+    )  # fmt: skip
     description = "a P-EAGLE head"
     hub_tag = "p-eagle"
 

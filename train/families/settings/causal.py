@@ -7,9 +7,13 @@ from decode.common.errors import UserError
 from decode.common.published import Name, Option, Place
 from decode.common.ranges import Count, CountOrZero, at_least
 from train.families.settings.base import FamilySettings
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
+
+VICUNA = "FastChat, scripts/train_vicuna_7b.sh"
+FINE_TUNED = TrainingDefaults(VICUNA, lr=2e-5, warmup=0.03, min_lr=0.0)
 
 
 @dataclass
@@ -39,6 +43,7 @@ class CausalSettings(FamilySettings):
     """Backward computes each layer of the draft again, so that only its inputs are kept: less memory, a third more
     arithmetic in the draft (same result)."""
 
+    training = TrainingDefaults("ours, for random weights")
     description = "a small language model"
     hub_tag = "assisted-generation"
     is_language_model = True
@@ -62,6 +67,10 @@ class CausalSettings(FamilySettings):
     @property
     def continues(self) -> str:
         return self.init
+
+    def training_defaults(self) -> TrainingDefaults:
+        # Weights that can do something already are not trained at a new head's rate.
+        return self.training if self.init_config else FINE_TUNED
 
     def with_layers(self, layers: list[int]) -> Self:
         """With the layers that keep_layers has chosen."""

@@ -1,12 +1,13 @@
 """The settings of DFlash and DSpark heads."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.base import saved_vocab
 from train.families.settings.eagle import FusedHeadSettings
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -17,15 +18,26 @@ class DFlashSettings(FusedHeadSettings):
     """Layers over a block of masks, which read the target's states as keys and values."""
 
     family: Literal["dflash"] = "dflash"
-    block: Annotated[int, at_least(1, 64)] = 8
+    FORMER_DEFAULTS: ClassVar[dict[str, int]] = {"depth": 2, "block": 8}
+
+    vocab: CountOrZero | None = 0
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
+    32,000."""
+    taps: list[CountOrZero] = field(default_factory=list)
+    """Layers whose input hidden states are read; empty: five, evenly from 2 to L-2 of L layers."""
+    block: Annotated[int, at_least(1, 64)] = 15
     """Tokens drafted in one pass."""
-    depth: Annotated[int, at_least(1, 64)] = 2
+    depth: Annotated[int, at_least(1, 64)] = 5
     """Layers of the draft."""
     anchors: Share = 0.25
     """Share of a text's positions from which a block is trained in a step."""
     mask_token: CountOrZero | None = None
     """Id of the token in place of one not drafted yet; null: the one that answers have least often."""
 
+    training = TrainingDefaults(
+        "SpecForge, qwen3-8b-dflash-online.yaml",
+        lr=6e-4, warmup=0.04, min_lr=0.0, max_length=3072, loss="hard_ce", decay=0.867,
+    )  # fmt: skip
     description = "a DFlash head"
     hub_tag = "dflash"
     idle_slots: ClassVar[int] = 1
@@ -67,9 +79,16 @@ class DSparkSettings(DFlashSettings):
     """DFlash with a low-rank correction by the token before, and a confidence."""
 
     family: Literal["dspark"] = "dspark"  # type: ignore[assignment]
+    block: Annotated[int, at_least(1, 64)] = 7
+    """Tokens drafted in one pass."""
     markov_rank: Annotated[int, at_least(1, 4096)] = 256
     """Rank of the correction by the token before."""
 
+    training = TrainingDefaults(
+        "DeepSpec, config/dspark/dspark_qwen3_8b.py",
+        lr=6e-4, warmup=0.04, min_lr=0.0, max_length=4096,
+        loss="tv", mix=(("tv", 0.8), ("hard_ce", 0.1)), decay=0.779,
+    )  # fmt: skip
     description = "a DSpark head"
     hub_tag = "dspark"
     idle_slots = 0

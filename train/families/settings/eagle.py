@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, at_least
 from train.families.settings.base import HeadSettings, saved_vocab
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -27,6 +28,9 @@ class Eagle1Settings(LayeredHeadSettings):
 
     family: Literal["eagle1"] = "eagle1"
 
+    training = TrainingDefaults(
+        "EAGLE, eagle/train/main.py", lr=3e-5, warmup=0.0025, min_lr=0.0, clip=0.5
+    )
     description = "an EAGLE-1 head"
     hub_tag = "eagle"
 
@@ -82,6 +86,10 @@ class Eagle3Settings(EagleNetSettings):
     steps: Annotated[int, at_least(1, 64)] = 7
     """How many times each slot is run in training (training-time test)."""
 
+    training = TrainingDefaults(
+        "SpecForge, qwen3-8b-eagle3-disaggregated.yaml",
+        lr=1e-4, warmup=0.015, min_lr=0.0, clip=0.5, max_length=4096,
+    )  # fmt: skip
     description = "an EAGLE-3 head"
     hub_tag = "eagle3"
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import at_least
 from train.families.settings.base import HeadSettings
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -21,6 +22,7 @@ class MedusaSettings(HeadSettings):
     head_layers: Annotated[int, at_least(0, 64)] = 1
     """Residual blocks per head."""
 
+    training = TrainingDefaults("Medusa, scripts/train_vicuna_7b.sh", warmup=0.1, min_lr=0.0)
     description = "Medusa heads"
     hub_tag = "medusa"
 

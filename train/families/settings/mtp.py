@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from decode.common.published import Place
 from decode.common.ranges import at_least
 from train.families.settings.base import HeadSettings
+from train.settings.training import TrainingDefaults
 
 if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
@@ -18,9 +19,13 @@ class MtpSettings(HeadSettings):
     family: Literal["mtp"] = "mtp"
     init: Place = ""
     """Folder of a draft whose training to continue, or of a target which has such a layer."""
-    steps: Annotated[int, at_least(1, 64)] = 7
+    steps: Annotated[int, at_least(1, 64)] = 3
     """How many times each slot is run in training (training-time test)."""
 
+    training = TrainingDefaults(
+        "speculators, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh",
+        lr=1e-4, warmup=0.01, max_length=4096, loss="hard_ce", decay=0.6,
+    )  # fmt: skip
     description = "a multi-token prediction layer"
     hub_tag = "mtp"
 

@@ -1,0 +1,47 @@
+"""Drafts composed of others: a lookup in front, chains of adaptive length, drafting beside the target's pass."""
+
+from decode.common.errors import UserError
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
+from decode.drafts.base import Draft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
+from decode.drafts.registry import DRAFT_FAMILIES
+from decode.drafts.wrappers import TwoSourceDraft
+from decode.model.loading import Target
+
+
+def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target) -> Draft:
+    """`draft` with the family `lookup` in front, which drafts where its match has at least `min_match` tokens.
+
+    UserError unless `lookup` copies from the text and `draft` does not.
+    """
+    lookups = {f.name: f.create_lookup for f in DRAFT_FAMILIES.values() if f.create_lookup}
+    if lookup not in lookups:
+        raise UserError(f"lookup {lookup!r} is unknown: give {' or '.join(lookups)}")
+    if draft is None or draft.name in lookups:
+        name = "none" if draft is None else draft.name
+        raise UserError(
+            f"draft {name!r} has no model for a lookup in front: give another or no lookup"
+        )
+    if isinstance(draft, AdaptiveDraft):
+        raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts before a lookup could look: give one of both")
+    return TwoSourceDraft(lookups[lookup](min_match), draft, target.runner.vocab_size)
+
+
+def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:
+    """`draft` with chains of adaptive length. UserError for a draft without a model."""
+    name = "none" if draft is None else draft.name
+    family = DRAFT_FAMILIES.get(name)
+    if draft is None or (family is not None and family.create_lookup is not None):
+        raise UserError(f"draft {name!r} has no model whose passes adaptive could save: drop it")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts chains of one length: give it no adaptive")
+    return AdaptiveDraft(draft, config)
+
+
+def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> MirrorDraft:
+    """`draft`, a small LM, drafting while the target verifies. UserError for any other draft."""
+    if draft is None:
+        raise UserError("mirror needs a small language model as draft: name one")
+    return MirrorDraft(draft, target, config)
