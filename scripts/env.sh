@@ -14,8 +14,8 @@ fi
 wanted=$({ cat pyproject.toml; echo "$extras"; } | cksum)
 stamp=.venv/installed${extras:+-$extras}
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  echo "installing (the default Linux build of torch is several GB; README says how to get the CPU build first)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
+  echo "installing: 1 to 10 minutes, by your line (torch for Linux is several GB; README says how to get its CPU build first)"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".${extras:+[$extras]}"
   echo "$wanted" > "$stamp"
 fi
 PATH=$PWD/.venv/bin:$PATH

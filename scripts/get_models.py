@@ -115,7 +115,7 @@ def download(requirement: str, out: Path) -> None:
     """Fetches one wheel without what it depends on. IndexNotReachedError if pip cannot."""
     folder = out.with_suffix(".fetch")
     shutil.rmtree(folder, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
     done = subprocess.run(
         [*pip, "--retries", "2", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement],
         stdout=sys.stderr,

@@ -7,6 +7,7 @@ gpu_smoke.py         command: what a GPU must show first; not run on one yet
 compare_trainers.py  command: this training loop beside those of reference_trainers.py
 data_curve.py        command: how acceptance grows with the data, and what twice the data would give
 task_prompts.py      command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
+quickstart.py        command: prompts of the quickstart, and what its report says in words
 build_target.py      command: trains the bundled target and base draft
 sweep_plan.py        the settings of scripts/sweep.py and its trials, checked by the swept command's own parser
 sweep_pool.py        runs trials in processes: claimed by a lock, resumed, tried again when they fail
