@@ -57,7 +57,7 @@ ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue
 @dataclass
 class GenerateConfig(PlacedTargetSettings):
     COMMON: ClassVar[str] = (
-        "target draft prompt prompts k lookup temperature max_new_tokens dtype device mode"
+        "target draft prompt prompt_file image k lookup max_new_tokens sampling.temperature dtype device"
     )
 
     prompt: str = ""

@@ -74,6 +74,19 @@ def test_the_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_the_short_help_names_settings_that_exist(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a renamed setting that the short --help leaves out from then on."""
+    settings = settings_of(command)
+    with pytest.raises(SystemExit):
+        parse_settings(settings, "", ["--help"])
+    said = capsys.readouterr().out
+    for name in vars(settings).get("COMMON", "").split():
+        assert re.search(rf"^--{re.escape(name)}\b", said, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_has_a_range(command: str) -> None:
     assert fields_without_range(settings_of(command)) == []
 

@@ -93,7 +93,7 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
 
 @dataclass
 class WritePromptsConfig(RunSettings, TargetSettings):
-    COMMON: ClassVar[str] = "target out dtype count kinds"
+    COMMON: ClassVar[str] = "target out dtype count systems"
 
     target: str = "assets/target"
     """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
