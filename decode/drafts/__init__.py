@@ -2,7 +2,6 @@
 
 base           `Draft`, the interface to the engine; `Proposal`; metadata of a saved draft
 registry       the families by name, loading and creation
-target_outline a target without its weights, to check a draft's folder
 drafting       chains, static trees and dynamic trees from one step of a model
 causal         a small language model
 medusa         Medusa heads

@@ -2,6 +2,7 @@
 
 - engine: ServingEngine, the type of the values in vllm_engine, sglang_engine, trtllm_engine, llamacpp_engine, hf_engine
 - rules: a draft's files as rules read them, Rule, and checks on every family; family_rules: those on one
+- target_outline: a target without its weights, to load and check a draft's folder
 - checker: ENGINES by name, and a draft's files against the rules of one (scripts/check_draft.py)
 - export: a draft in the layouts of engines and trainers (scripts/export.py); gguf_export, gguf_heads: as a GGUF file
 - logs: reads a log of any engine; engine_logs: what vLLM and llama.cpp write; log_counts: what all are read into;

@@ -3,7 +3,6 @@
 import warnings
 
 from decode.common.errors import UserError
-from decode.drafts.target_outline import load_without_target
 from decode.serving.engine import ServingEngine
 from decode.serving.hf_engine import TRANSFORMERS
 from decode.serving.llamacpp_engine import LLAMACPP
@@ -17,6 +16,7 @@ from decode.serving.rules import (
     read_target,
 )
 from decode.serving.sglang_engine import SGLANG
+from decode.serving.target_outline import load_without_target
 from decode.serving.trtllm_engine import TRTLLM
 from decode.serving.vllm_engine import VLLM
 

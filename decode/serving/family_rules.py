@@ -133,7 +133,7 @@ def trained_aux_layers(d: DraftFiles) -> tuple[int, ...] | None:
     training = (d.facts.training or {}).get("draft")
     top, outputs = named_layers(d)
     own = top or [i + 1 for i in outputs or ()]
-    named = tuple(own if training is None else training["taps"])
+    named = tuple((training or {}).get("taps", own))
     if named or d.target_layers is None:
         return named or None
     return default_aux_layers(d.target_layers)

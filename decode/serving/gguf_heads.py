@@ -14,12 +14,12 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model
-from decode.drafts.target_outline import load_without_target
 from decode.model.loading import end_ids, load_config, load_tokenizer
 from decode.serving import gguf_export
 from decode.serving import llamacpp_engine as llamacpp
 from decode.serving.gguf_export import Array, GgufType
 from decode.serving.rules import check_rules, read_draft, read_target
+from decode.serving.target_outline import load_without_target
 
 KeyValue = int | bool | list[int]
 

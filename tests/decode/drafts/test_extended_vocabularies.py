@@ -14,12 +14,12 @@ from decode.common.errors import UserError
 from decode.common.typed_json import to_json
 from decode.drafts.causal import CausalDraft, load
 from decode.drafts.registry import load_draft
-from decode.drafts.target_outline import load_without_target
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
 from decode.serving.family_rules import wrong_tokenizer
 from decode.serving.rules import read_draft, read_target
+from decode.serving.target_outline import load_without_target
 from decode.verification.sampling import SamplingParams
 from scripts.export import ExportConfig, main
 from tests import heads
