@@ -36,7 +36,7 @@ def stand_in(seconds: float) -> StandIn:
 
 def test_a_faster_server_is_seen_as_faster(tmp_path: Path) -> None:
     """Bug: ratios upside down, requests one after the other, turns of one server only, or a level asked twice."""
-    with serving(stand_in(0.06)) as slow, serving(stand_in(0.02)) as fast:
+    with serving(stand_in(0.15)) as slow, serving(stand_in(0.03)) as fast:
         servers = [{"name": "plain", "url": slow.url}, {"name": "draft", "url": fast.url}]
         done = run(tmp_path / "out", servers, "--turns", 2, "--max_new_tokens", 8)
         assert done.code == 0, done.err
@@ -46,11 +46,11 @@ def test_a_faster_server_is_seen_as_faster(tmp_path: Path) -> None:
         ]
         for plain, draft in zip(rows[::2], rows[1::2], strict=True):
             assert plain["speedup"] == 1
-            assert 1.5 < draft["speedup_range"][0] <= draft["speedup"] <= draft["speedup_range"][1]
+            assert 1.2 < draft["speedup_range"][0] <= draft["speedup"] <= draft["speedup_range"][1]
             assert draft["latency_median"] < plain["latency_median"] < plain["latency_95"] + 1e-9
             assert draft["equal_texts"] == draft["compared_texts"] > 0
-        # Four at once give nearly four times as many tokens in the same time.
-        assert rows[2]["tokens_per_second"] > 2 * rows[0]["tokens_per_second"]
+        # Four at once give nearly four times as many tokens in the same time, on a busy machine less.
+        assert rows[2]["tokens_per_second"] > 1.5 * rows[0]["tokens_per_second"]
         assert slow.most_open == fast.most_open == 4
         asked = len(slow.bodies)
         assert asked == len(fast.bodies) == 2 * (4 + 8 + 16)  # warm-up, then each level

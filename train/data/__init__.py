@@ -12,5 +12,5 @@
     vocab_mapping.py    the reduced draft vocabulary: which token ids a draft's columns stand for
     batching.py         rows of a step -> padded or packed Batch with its loss mask
 
-May import decode and eval; of train only its own modules.
+May import decode and eval; of train only train.settings and its own modules.
 """

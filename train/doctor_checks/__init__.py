@@ -7,6 +7,7 @@
     corpus.py         repeated prompts and those that are evaluated on; scripts, code, lengths; vocabulary coverage
     examination.py    one pass over sampled sets, or over prompts, with all checks
     rendering.py      samples with their mask and all findings, for a terminal and as an HTML page of the same
+    report.py         what train/doctor.py does: samples and findings for a reader, the same as JSON
 
-Imports train.data, eval.reporting, eval.tasks and decode. No weights are loaded.
+Imports train.settings, train.data, eval.tasks and decode. No weights are loaded.
 """

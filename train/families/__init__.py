@@ -14,5 +14,5 @@
     head_loss.py      the loss of heads at supervised target rows, and weights of their steps
     alignment.py      which input, label, teacher row and position belong together
 
-May import decode, train.data, train.losses and train.teacher.
+May import decode, train.settings, train.data, train.losses and train.teacher.
 """

@@ -9,6 +9,6 @@ serving.py       with how many tokens a draft is served, and each engine's files
 evidence.py      what was measured of a draft: each file, its type, and what it must be about
 redaction.py     removes local paths; finds secrets and pickles
 
-Training can publish its draft as well (--publish.repo), so this is in train/. It may import train/data, train/families,
-eval/ and decode/.
+Training can publish its draft as well (--publish.repo), so this is in train/. It may import train/settings,
+train/data, train/families, eval/ and decode/.
 """

@@ -4,5 +4,5 @@
     chunked_sums.py  losses a few rows at a time, with their gradients
     objective.py    the loss of a position: a divergence, its temperature, and weighted further divergences
 
-May import decode, eval and train.data.
+May import decode, eval, train.settings and train.data.
 """

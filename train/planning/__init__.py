@@ -5,5 +5,5 @@
     estimates.py  these for the settings of train/distill.py, as a table; operations of each step for MFU
     dry_run.py    two steps on the real models, and saving and loading the draft
 
-May import decode and the other packages of train but hub.
+May import decode and the other packages of train but sampling, doctor_checks and hub.
 """

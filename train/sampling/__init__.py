@@ -5,5 +5,5 @@
     local_engine.py    answers of this project's engine
     server_engine.py   answers of a server with OpenAI's API, and the token ids that were sampled, if they are known
 
-May import decode, eval and train.data.
+May import decode, eval, train.settings and train.data.
 """

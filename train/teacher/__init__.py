@@ -8,5 +8,5 @@
     feature_store.py       the folder of feature shards: which samples are where, checksums, lock
     feature_extraction.py  the pass of the target over the samples that writes missing shards
 
-May import decode, eval, train.data and train.losses.
+May import decode, eval, train.settings, train.data and train.losses.
 """

@@ -703,7 +703,7 @@ VALUES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"loop.lr": 3e-5, "loop.max_length": 512, "loop.batch_size": 64},
     ),
     "qwen3-8b-causal.yaml": (
-        "ours: a twentieth of a head's rate, for weights that are trained",
+        "ours; the rate is that of trained weights in FastChat's scripts/train_vicuna_7b.sh",
         {},
     ),
     "qwen3-0.6b-medusa.yaml": (
