@@ -212,10 +212,14 @@ def test_an_answer_on_the_terminal(world: World, sent: signal.Signals) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "to"), [(signal.SIGINT, "group"), (signal.SIGTERM, "launcher")]
-)  # as a terminal and a scheduler do it
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("command", ["sample", "distill"])
+    ("sent", "to", "processes", "command"),
+    [
+        (signal.SIGINT, "group", 2, "distill"),  # as a terminal does it
+        (signal.SIGTERM, "launcher", 1, "distill"),  # as a scheduler does it
+        (signal.SIGTERM, "launcher", 2, "sample"),
+        (signal.SIGINT, "group", 1, "sample"),
+    ],
+)
 def test_through_accelerate_launch(
     tmp_path: Path, sent: signal.Signals, to: str, processes: int, command: str
 ) -> None:

@@ -623,8 +623,8 @@ def distill(place: Path, out: str, family: str, *more: object) -> Done:
     return worlds.call(
         "train/distill.py", "--target", place / "world" / "target", "--data", place / "samples",
         "--out", place / out, "--loop.steps", 2, "--loop.batch_size", 8, "--loop.micro_batch", 4,
-        "--loop.log_every", 1, "--loop.eval_every", 0, "--features_top", 1000, *COMMANDS[family], *init,
-        *more,
+        "--loop.log_every", 1, "--loop.eval_every", 0, "--features_top", 1000, "--loop.max_length", 512,
+        *COMMANDS[family], *init, *more,
     )  # fmt: skip
 
 
