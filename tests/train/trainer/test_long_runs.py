@@ -315,7 +315,7 @@ def test_full_memory_is_one_line(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(causal.CausalTrainer, "forward", full)
-    done = train("--loop.micro_batch", size)
+    done = train("--loop.micro_batch", size, "--loop.max_length", 512)
     assert done.code == 2
     line = done.err.splitlines()[-1]
     assert line.startswith("error: out of memory: ")
