@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -146,11 +146,10 @@ def _end(code: int, line: str, error: BaseException) -> NoReturn:
     """
     notes = "; ".join(getattr(error, "__notes__", []))
     line = redact(line + (("; " if code == 2 else ": ") + notes if notes else ""))
-    # torchrun names a file in which a process leaves its error; those of one launch lie in folders side by side.
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    file = Path(name) if name else None
+    file = _error_file()
     if code == 2:
-        is_ours = file is None or _is_first_to_report(line, file)
+        note_error(line)
+        is_ours = file is None or _is_first_to_print(line, file)
     else:
         reported = file is not None and any(file.parent.parent.glob(f"{REPORTED}*"))
         is_ours = os.environ.get("RANK", "0") == "0" and not reported
@@ -160,18 +159,32 @@ def _end(code: int, line: str, error: BaseException) -> NoReturn:
     sys.exit(code)
 
 
-def _is_first_to_report(line: str, file: Path) -> bool:
-    """Notes the error in `file` for torchrun, whose own report then ends with it; whether no other process of this
-    launch and machine has said it before."""
-    stamp = {"py_callstack": line, "timestamp": str(int(time.time()))}
+def note_error(line: str) -> None:
+    """Leaves the error for torchrun, whose report ends with the one of the process that it saw failing first."""
+    file = _error_file()
+    if file is not None:
+        stamp = {"py_callstack": redact(line), "timestamp": str(int(time.time()))}
+        with suppress(
+            OSError
+        ):  # a full disk, or no folder of the launcher: the report then says less
+            file.write_text(json.dumps({"message": {"message": redact(line), "extraInfo": stamp}}))
+
+
+def _error_file() -> Path | None:
+    """The file that torchrun names for this process's error; those of one launch lie in folders side by side."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def _is_first_to_print(line: str, file: Path) -> bool:
+    """Whether no other process of this launch and machine has printed the error before."""
     said = f"{REPORTED}{hashlib.sha256(line.encode()).hexdigest()[:16]}"
     try:
-        file.write_text(json.dumps({"message": {"message": line, "extraInfo": stamp}}))
         (file.parent.parent / said).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
-        pass  # a full disk, or no folder of the launcher: better said by each process than by none
+        pass  # better said by each process than by none
     return True
 
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from decode.common import run_dir
+from decode.common.command import note_error
 from decode.common.errors import UserError
 from decode.common.run_dir import FolderSettings
 
@@ -37,6 +38,7 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
     if messages and accelerator.is_main_process:
         raise UserError(messages[0])
     if messages:
+        note_error(f"error: {messages[0]}")  # torchrun may see this process's end first
         sys.exit(2)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from decode.common.errors import UserError
 from train import training
@@ -502,6 +503,9 @@ def test_a_missing_login_is_said_before_anything_is_loaded(
         target=str(tmp_path / "none"), data=str(tmp_path / "none"), wandb="online", out=str(tmp_path / "out")
     )  # fmt: skip
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # an earlier test's precision would be another
     with pytest.raises(UserError, match="W&B is to be online but there is no login"):
         training.train_draft(settings)
     assert not (tmp_path / "out").exists()
