@@ -31,7 +31,7 @@ from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
-from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.common.ranges import Count, DraftLength, DtypeName, MatchLength, Seed, Share
 from decode.common.target_settings import PlacedTargetSettings
 from decode.common.template_choice import TemplateSetting, with_template
 from decode.constraints.grammar import ConstraintConfig, build_matcher
@@ -80,6 +80,9 @@ class GenerateConfig(PlacedTargetSettings):
     """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
     state: str = ""
     """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
+    draft_dtype: DtypeName = ""
+    """What the draft computes in, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's
+    dtype. It never changes the output."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     adaptive: str = ""
@@ -179,7 +182,7 @@ def generate(s: GenerateConfig) -> None:
     draft = (
         open_search(target, s.swift, s.state)
         if s.draft == "swift"
-        else pick_draft(s.draft, target, dtype=s.dtype)
+        else pick_draft(s.draft, target, s.draft_dtype or s.dtype)
     )
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)

@@ -125,9 +125,9 @@ class ForecastConfig(MeasuringSettings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: DtypeName = "float32"
-    """Number type of the target: float32, bfloat16 or float16."""
+    """Number type of the target: float32, bfloat16, float16 or w8a8."""
     draft_dtype: DtypeName = "float32"
-    """Number type of the draft."""
+    """Number type of the draft; int4 as well."""
     out: str = "outputs/forecast"
 
 

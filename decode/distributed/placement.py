@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.common.target_settings import PlacementConfig
+from decode.common.target_settings import QUANTIZED_DTYPES, PlacementConfig
 from decode.distributed.passes import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
@@ -139,7 +139,7 @@ def load_model(
     """A causal LM of transformers, placed as `s` says. UserError as from `decode.model.loading.load_model`."""
     if s.kind == "single":
         return loading.load_model(name, what, device, dtype, revision)
-    if dtype.startswith("int8"):
+    if dtype in QUANTIZED_DTYPES:
         raise UserError(
             f"placement.kind {s.kind}: weights are placed as they are: choose another dtype than {dtype}"
         )

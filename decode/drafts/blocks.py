@@ -35,7 +35,7 @@ from decode.drafts.eagle_model import QK_NORM_FIELDS, Eagle3Model, check_arithme
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.kv_cache import TreeNodes
-from decode.model.loading import DTYPES, Target, load_config
+from decode.model.loading import DTYPES, Target, load_config, place_network
 from decode.model.runner import PREFILL_CHUNK, ModelRunner
 from decode.verification.tree import TreeShape, max_depth
 
@@ -259,4 +259,4 @@ def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDra
     head = LMHead(runner.model, device, DTYPES[dtype])
     net = DFlashModel(llama_config(config), aux_layers, ids, head)
     layouts.load_parameters(net, path, tensors)
-    return DFlashDraft(net.to(device, DTYPES[dtype]), target, found.family)
+    return DFlashDraft(place_network(net, device, dtype), target, found.family)

@@ -175,7 +175,7 @@ def load(
     """
     tokenizer = check_vocabulary(path, target)
     model = load_model(path, "draft", device, dtype)
-    columns = min(target.runner.vocab_size, len(model.get_output_embeddings().weight))
+    columns = min(target.runner.vocab_size, model.get_output_embeddings().out_features)
     ids = None if full_head else load_ids(path, columns)
     runner = build_runner(model, target.runner.vocab_size, ids)
     if tokenizer_fingerprint(tokenizer) != target.fingerprint:

@@ -28,7 +28,7 @@ from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.linear import patch_linear_layers
-from decode.model.loading import DTYPES, Target
+from decode.model.loading import DTYPES, Target, place_network
 from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
 
@@ -42,7 +42,7 @@ class CachedHead(Draft):
     def __init__(self, net: Any, target: Target, name: str):
         self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
         patch_linear_layers(net)
-        weight = net.fc.weight
+        weight = next(net.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         embedding = target.runner.model.get_input_embeddings().weight
         self.embedding = embedding.detach().to(self.device)
@@ -227,7 +227,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
             tensors["lm_head.weight"] = target.runner.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), aux_layers, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
-    return net.to(device, DTYPES[dtype]), target, found.family
+    return place_network(net, device, dtype), target, found.family
 
 
 def name_layers(

@@ -27,7 +27,7 @@ from decode.drafts.drafting import ReducedVocab, build_tree_plan, decoder_step, 
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import final_norm
 from decode.model.linear import patch_linear_layers
-from decode.model.loading import DTYPES, Target
+from decode.model.loading import Target, place_network
 from decode.verification.tree import TreeShape
 
 # ---- exit adapter ----
@@ -168,4 +168,5 @@ def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdap
     ids = layouts.draft_to_target_ids(path, found.config, found.tensors)
     adapter = ExitAdapter(found.config, copy_final_norm(target.runner.model), ids)
     layouts.load_parameters(adapter, path, layouts.without_maps(found.tensors))
-    return adapter.to(device, DTYPES[dtype])
+    placed: ExitAdapter = place_network(adapter, device, dtype)
+    return placed

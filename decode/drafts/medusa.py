@@ -14,7 +14,7 @@ from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
 from decode.model.linear import patch_linear_layers
-from decode.model.loading import DTYPES, Target
+from decode.model.loading import Target, place_network
 from decode.verification.tree import max_depth
 
 
@@ -125,4 +125,4 @@ def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     )
     net = MedusaModel(config)
     layouts.load_parameters(net, path, tensors)
-    return MedusaDraft(net.to(device, DTYPES[dtype]), target)
+    return MedusaDraft(place_network(net, device, dtype), target)

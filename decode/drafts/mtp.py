@@ -29,6 +29,7 @@ from decode.model.compatibility import cache_name, context_length
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.loading import DTYPES, Target
+from decode.model.quantized.conversion import quantize_network
 from decode.model.recurrent import has_recurrent_layers
 
 # ---- network ----
@@ -232,4 +233,6 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
         parameter
     ) in net.parameters():  # buffers stay in fp32: the frequencies of RoPE, the biases of routers
         parameter.data = parameter.data.to(DTYPES[dtype])
-    return net.to(device)
+    net = net.to(device)
+    quantize_network(net, dtype)
+    return net

@@ -30,6 +30,7 @@ from transformers import AutoConfig
 
 from decode.common.files import read_json_object, write_atomically
 from decode.common.published import Argument, Digest, Name, Place, Revision, ServedName, Word
+from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.common.typed_json import Omitted
 
 CHUNK = 1 << 22
@@ -86,6 +87,12 @@ class TargetRecord:
     dtype: Omitted[Word] = None
     served_as: Omitted[ServedName] = None
     chat_template: Omitted[Digest] = None
+
+    @property
+    def rounding(self) -> str:
+        """ " in w8a8", or another dtype that rounds the weights of a loaded target and so makes it another model; else
+        empty."""
+        return f" in {self.dtype}" if self.dtype in QUANTIZED_DTYPES else ""
 
 
 def difference(then: ModelFingerprint, now: ModelFingerprint) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from decode.common.errors import UserError
 from decode.model.layer_stack import layer_stack
 from decode.model.linear import patch_linear_layers
+from decode.model.quantized.layers import QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class LMHead:
     """The function from final hidden states [..., H] to the logits [..., V] that `model` computes from them.
 
     LM heads are linear; what some models do to their output is a `LogitTransform`. On another device or in another
-    dtype than the model it has a copy of the weights. It is never trained: the weights are detached.
+    dtype than the model it has a copy of the weights. One in few bits is used as it is, in every dtype. It is never
+    trained: the weights are detached.
     """
 
     def __init__(
@@ -91,6 +93,11 @@ class LMHead:
     ):
         # A layer of its own: hooks on the model's would take this for a forward of the model.
         own = model.get_output_embeddings()
+        self.transform = LogitTransform(model)
+        if isinstance(own, QuantizedLinear) and torch.device(device or "cpu").type == "cpu":
+            self.linear: Any = own
+            self.dtype: torch.dtype = torch.float32
+            return
         rows, width = own.weight.shape
         linear = torch.nn.Linear(width, rows, own.bias is not None, device="meta")
         for name in ("weight", "bias") if own.bias is not None else ("weight",):
@@ -98,11 +105,12 @@ class LMHead:
             setattr(linear, name, torch.nn.Parameter(value, requires_grad=False))
         holder = torch.nn.ModuleDict({"head": linear})
         patch_linear_layers(holder)
-        self.linear: torch.nn.Linear = holder["head"]  # type: ignore[assignment]
-        self.transform = LogitTransform(model)
+        self.linear = holder["head"]
+        self.dtype = linear.weight.dtype
 
     def __call__(self, states: Tensor) -> Tensor:
-        return self.transform(self.linear(states.to(self.linear.weight.dtype)))
+        # Not by a call of the layer, which may be the model's own and have its hooks
+        return self.transform(self.linear.forward(states.to(self.dtype)))
 
 
 class HiddenStateBuffer:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
+from decode.model.quantized.layers import QuantizedLinear
 
 
 def decoder_config(model: Any) -> Any:
@@ -139,6 +140,8 @@ def with_head_rows(model: Any, ids: Tensor) -> Any:
     other weights with it. Its LM head is a copy of these rows: later changes of the model's do not reach it."""
     head = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is head)
+    if isinstance(head, QuantizedLinear):
+        return with_module(model, name, head.rows(ids))
     rows = torch.nn.Linear(
         head.weight.shape[1],
         len(ids),

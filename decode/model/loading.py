@@ -33,13 +33,10 @@ from decode.model.fingerprint import ModelFingerprint, TargetRecord, weights_fin
 from decode.model.formats import tied_heads
 from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
 from decode.model.formats.gguf_files import gguf_folder
-from decode.model.formats.quantized import (
-    check_whole_numbers,
-    quantize_linear_layers,
-    quantized_folder,
-)
+from decode.model.formats.quantized import check_whole_numbers, quantized_folder, stored_scales
 from decode.model.layer_stack import decoder_config
 from decode.model.names import cache_error, check_name, is_local, load_error
+from decode.model.quantized.conversion import INT4_TARGET, KINDS, quantize_model, quantize_network
 from decode.model.recurrent import RecurrentRunner, has_recurrent_layers
 from decode.model.runner import ModelRunner
 from decode.model.seq2seq import Seq2SeqRunner
@@ -55,8 +52,13 @@ NUMBER_TYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-DTYPES = NUMBER_TYPES | {"int8": torch.float32, "int8_bfloat16": torch.bfloat16}
-"""The values of `dtype` settings, and what is computed in. int8: the weights of linear layers have eight bits."""
+DTYPES = NUMBER_TYPES | {
+    "int8": torch.float32,
+    "int8_bfloat16": torch.bfloat16,
+    **dict.fromkeys(KINDS, torch.float32),
+}
+"""The values of `dtype` settings, and what is computed in but for products of linear layers: their weights have eight
+bits (int8), their inputs as well (w8a8), or their weights have four (int4, for drafts)."""
 CHOICE_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale"), 1.0),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
@@ -258,6 +260,8 @@ def load_model(
     that is not on one device (decode/distributed): (config, description, folder, …) -> (model, loading information).
     """
     device, number_type = pick_device(device), find_dtype(dtype)
+    if dtype == "int4" and what != "draft":
+        raise UserError(f"{what} {name!r}: {INT4_TARGET}")
     folder = model_folder(name, what, revision, number_type)
     config = load_config(name, what, revision, folder)  # a senseless one may build for hours
     if vars(config).get("quantization_config") is None and Path(folder).is_dir():
@@ -306,9 +310,19 @@ def load_model(
         model = model.to(device)
     tied_heads.follow_tensors(model)
     check_finite(model, f"{what} {name!r}", dtype)
-    if dtype.startswith("int8"):
-        quantize_linear_layers(model)
+    stored = stored_scales(folder, name) if dtype == "w8a8" else {}
+    quantize_model(model, dtype, f"{what} {name!r}", stored)
     return model
+
+
+def place_network(network: Any, device: str, dtype: str) -> Any:
+    """The network of a draft's head on `device`, in what `dtype` computes in, with the linear layers of that dtype.
+
+    UserError for layers that are for CPUs alone.
+    """
+    network = network.to(device, DTYPES[dtype])
+    quantize_network(network, dtype)
+    return network
 
 
 def auto_class(config: Any) -> Any:

@@ -63,7 +63,7 @@ class ModelRunner:
         self.model = model.eval()
         self.cache_name = cache_name(model)
         self.prepare_model()
-        columns: int = model.get_output_embeddings().weight.shape[0]
+        columns: int = model.get_output_embeddings().out_features
         self.ids = None if ids is None else ids.to(model.device)
         if self.ids is not None:
             self.model = with_head_rows(model, self.ids)

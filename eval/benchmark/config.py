@@ -18,7 +18,7 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
-from decode.common.target_settings import PlacedTargetSettings
+from decode.common.target_settings import QUANTIZED_DTYPES, PlacedTargetSettings
 from decode.common.template_choice import TemplateSetting
 from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig, Milliseconds
@@ -58,7 +58,8 @@ class MethodConfig:
     device: str = ""
     """Device of the draft, such as cpu or cuda:1; empty: the target's."""
     dtype: DtypeName = ""
-    """Number type of the draft, such as bfloat16; empty: the target's. It changes what is drafted, never the output."""
+    """Number type of the draft, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's.
+    It changes what is drafted, never the output."""
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
@@ -191,7 +192,7 @@ def check(s: EvalConfig) -> None:
         *((x not in ENGINES, f"compare: no engine {x!r}; there are {', '.join(ENGINES)}") for x in engines),
         ("vllm" in engines and not s.vllm_python,
          "compare vllm: give --vllm_python, an interpreter that has vLLM"),
-        ("vllm" in engines and s.dtype.startswith("int8"),
+        ("vllm" in engines and s.dtype in QUANTIZED_DTYPES,
          f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm"),
         (s.check_law and not any(s.temperatures), "check_law tests sampling: add a temperature above 0"),
         (grammar and s.mode != "eager",

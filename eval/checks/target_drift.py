@@ -1,10 +1,12 @@
-"""Measures how much a target that was trained itself (Medusa-2, LayerSkip's recipe) differs from the original target.
+"""Measures how much one target differs from another on answers of the other one: after training, or in another dtype.
 
-Speculative decoding is lossless with respect to the new target; this measures what the new target itself lost. The
-original answers the prompts at temperature 1, and both are scored on those answers.
+Speculative decoding is lossless with respect to the new target; this measures what the new target itself lost. For one
+that was trained itself (Medusa-2, LayerSkip's recipe) the original answers the prompts at temperature 1, and both are
+scored on those answers; eval/fidelity.py does the same for dtypes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,9 +15,12 @@ from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_config, load_tokenizer, tokenizer_fingerprint
 from decode.verification.sampling import SamplingParams
-from eval.metrics.bootstrap import Ratio
+from eval.metrics.bootstrap import Array, Ratio
 from eval.results.report import TargetDrift
 from eval.tasks.loading import TaskPrompt
+
+ROWS = 128
+"""Positions whose distributions over the vocabulary are in memory at once."""
 
 
 def check_original(name: str, target: Target) -> None:
@@ -36,8 +41,15 @@ def measure_target_drift(
     answers = decode(
         old, None, prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed, sampling=SamplingParams(1.0)
     )  # fmt: skip
-    scores = np.array([_score_answer(old, new, x.prompt_ids, x.output_ids) for x in answers])
-    tokens, nll_old, nll_new, kl, same = scores.T
+    found = [
+        compare_on_text(old, new, [*x.prompt_ids, *x.output_ids], len(x.prompt_ids) - 1)
+        for x in answers
+    ]
+    tokens = np.array([len(x.kl) for x in found])
+    nll_old, nll_new, kl, same = (
+        np.array([vars(x)[name].sum() for x in found])
+        for name in ("nll_old", "nll_new", "kl", "same")
+    )
     return TargetDrift(
         old=old.name,
         new=new.name,
@@ -51,23 +63,44 @@ def measure_target_drift(
     )
 
 
+@dataclass(frozen=True)
+class TokenDrift:
+    """Two targets at positions of a text, a number for each, [n]."""
+
+    tv: Array
+    """Total variation between their distributions of the next token."""
+    kl: Array
+    """KL(old || new) in nats."""
+    same: Array
+    """1 where both have one most probable token, else 0."""
+    nll_old: Array
+    """-log p of the token that follows, by the old target."""
+    nll_new: Array
+
+
 @torch.inference_mode()
-def _score_answer(old: Target, new: Target, prompt: list[int], answer: list[int]) -> list[float]:
-    """[tokens, -log p_old, -log p_new, KL(old || new), equal argmaxes], each summed over the answer's tokens."""
-    text = torch.tensor([prompt + answer], device=old.runner.device)
-    start = torch.zeros(1, dtype=torch.long, device=text.device)
-    log_probs = []
-    for runner in (old.runner, new.runner):
-        runner.capture_hidden_states(None)
-        runner.allocate(1, text.shape[1])
-        logits = runner.step(text[:, :-1], start)[0, len(prompt) - 1 :]
-        log_probs.append(torch.log_softmax(logits.float(), -1))
-    log_p, log_q = log_probs
-    label = text[0, len(prompt) :, None]
-    return [
-        float(len(answer)),
-        -float(log_p.gather(1, label).sum()),
-        -float(log_q.gather(1, label).sum()),
-        float((log_p.exp() * (log_p - log_q)).sum()),
-        float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
-    ]
+def compare_on_text(old: Target, new: Target, text: Sequence[int], first: int = 0) -> TokenDrift:
+    """Both at the positions of `text` from `first` on, each against the token after it."""
+    ids = torch.tensor([*text], device=old.runner.device)[None]
+    start = torch.zeros(1, dtype=torch.long, device=ids.device)
+    logits = []
+    for target in (old, new):
+        target.runner.capture_hidden_states(None)
+        target.runner.allocate(1, ids.shape[1])
+        read = ids.to(target.runner.device)
+        logits.append(target.runner.step(read[:, :-1], start.to(read.device))[0, first:])
+    pieces = []
+    labels = ids[0, first + 1 :, None]
+    for p, q, label in zip(*(x.split(ROWS) for x in (*logits, labels)), strict=True):
+        log_p, log_q = (torch.log_softmax(x.float(), -1) for x in (p, q.to(p.device)))
+        pieces.append(
+            [
+                (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
+                (log_p.exp() * (log_p - log_q)).sum(-1),
+                (log_p.argmax(-1) == log_q.argmax(-1)).float(),
+                -log_p.gather(1, label)[:, 0],
+                -log_q.gather(1, label)[:, 0],
+            ]
+        )
+    columns = (torch.cat(column).double().cpu().numpy() for column in zip(*pieces, strict=True))
+    return TokenDrift(*columns)

@@ -71,9 +71,11 @@ def lossless_verdict(report: EvalReport) -> str:
     else:
         names = ", ".join(unique_names([m.name for m, _ in verdicts]))
         most = max(m.lossless.prompts for m, _ in verdicts)
+        rounding = report.target.rounding
+        of, with_it = (f" of the target{rounding}", " with it") if rounding else ("", "")
         ties = {(t.task, t.id, t.position) for _, v in verdicts if v is not None for t in v.ties}
         text = (
-            "Lossless: greedy output equals transformers' own generate, token by token "
+            f"Lossless: greedy output{of} equals transformers' own generate{with_it}, token by token "
             f"({names}; n = {most}; ties of two logits: {len(ties)})."
         )
     return text + (f" Lossy by choice: {', '.join(lossy)}." if lossy else "")

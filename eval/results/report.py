@@ -486,8 +486,8 @@ class EvalReport:
 
     @property
     def target_name(self) -> str:
-        """The target's name for titles: the last part of its path or Hub name."""
-        return re.split(r"[/\\]", self.target.name.rstrip("/\\"))[-1]
+        """The target's name for titles: the last part of its path or Hub name, and how its weights were rounded."""
+        return re.split(r"[/\\]", self.target.name.rstrip("/\\"))[-1] + self.target.rounding
 
     @property
     def entries(self) -> list[MethodResult]:

@@ -35,6 +35,7 @@ FIRST_ARGUMENT = {
     "eval/report.py": "folder",
     "eval/advise.py": "report",
     "eval/transfer.py": "draft",
+    "eval/fidelity.py": "target",
     "eval/rescore.py": "log other",
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
@@ -63,6 +64,8 @@ BASE = {
     "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
     "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
+    "eval/fidelity.py": "$lab/target --max_new_tokens 4 --tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' "
+    "--device cpu --out $tmp/out.json",
     "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
     "eval/forecast.py": "--target $lab/target --draft $lab/causal --k '[1, 2]' --temperatures '[0.0]' "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 6 --batches '[1]' --cost_tokens 8 "

@@ -12,6 +12,7 @@ QUICK = {
     "eval/report.py": (copy("report"),),
     "eval/advise.py": (),
     "eval/transfer.py": (),
+    "eval/fidelity.py": (),
     "eval/rescore.py": (),
     "eval/forecast.py": (),
     "train/doctor.py": (),

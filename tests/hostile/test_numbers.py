@@ -51,6 +51,7 @@ NUMBERS = {
     "eval/transfer.py": """
         k 0 600 | temperatures '[]' '[-1.0]' | max_new_tokens 0 | keep -1 2 .nan | retrain -1 2 0.99
     """,
+    "eval/fidelity.py": "max_new_tokens 0 -1 | rows 0 | limit -1 | seed -1",
     "decode/generate.py": """
         k 0 -1 1000000 | max_new_tokens 0 -1 | seed -1 99999999999999999999999 |
         sampling.temperature -1 .nan .inf | sampling.top_k -1 | sampling.top_p 0 2 .nan

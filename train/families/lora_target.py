@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from decode.common.errors import UserError
+from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
@@ -64,6 +65,10 @@ def adapt_target(context: FamilyContext, family: str, rank: int) -> LoraTarget:
     that no longer exists."""
     if context.feature_folder is not None:
         raise UserError(f"{family} trains the target as well: leave `features` empty, it runs live")
+    if context.target.dtype in QUANTIZED_DTYPES:
+        raise UserError(
+            f"{family} trains the target as well, which is fixed in {context.target.dtype}: set target_dtype to float32"
+        )
     return LoraTarget(context.target, rank)
 
 

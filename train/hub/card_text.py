@@ -52,6 +52,8 @@ class CardInputs:
 def summary(facts: CardInputs, job: ServedDraft) -> str:
     """What the draft is, and the size of its training data."""
     revision = f" at revision {job.revision}" if job.revision else ""
+    if facts.draft.target is not None:
+        revision += facts.draft.target.rounding
     sets = [made for _, made in dataset_manifests(facts.draft)]
     counts = [made.get("counts", {}).get("answered") for made in sets]
     known = len(counts) > 0 and None not in counts

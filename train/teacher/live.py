@@ -67,7 +67,7 @@ class LiveTeacher:
         self.model = target.runner.model
         self.taps = HiddenStateSpec(taps.layers, final=True)
         self.lm_head = LMHead(self.model)
-        self.hidden: int = self.model.get_output_embeddings().weight.shape[1]
+        self.hidden: int = self.model.get_output_embeddings().in_features
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm.

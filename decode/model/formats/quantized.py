@@ -1,4 +1,4 @@
-"""Weights of fewer bits: checkpoints in GPTQ, AWQ, FP8 and compressed-tensors, and int8 by torchao.
+"""Weights of fewer bits: checkpoints in GPTQ, AWQ, FP8 and compressed-tensors, and torchao's linear layers.
 
 A checkpoint is dequantised once into a cached folder of safetensors, which is then loaded like any other. The folder
 holds the weights in float32, exactly as the checkpoint's numbers define them, the tokenizer's files, and
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.common.errors import UserError, disk_error, first_line
@@ -78,6 +78,11 @@ Read = Callable[[str], Tensor | None]
 
 SOURCE_FILE = "quantized.json"
 """Written last into a folder, so that a folder with it is whole."""
+SCALES_FILE = "w8a8_scales"
+"""Of a checkpoint in W8A8: safetensors with the scales [out] of each layer, whose weight is whole numbers times them.
+Its name keeps it out of the weights that transformers reads."""
+FORM = 2
+"""Changes with what is written into the folder."""
 SHARD_BYTES = 4 << 30
 KEPT = (".json", ".jinja", ".txt", ".model")
 """Files beside the weights that are copied."""
@@ -253,7 +258,7 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     if not weights:
         raise UserError("there are no safetensors: take a folder that has them")
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    content = [str(folder.resolve()), (folder / "config.json").read_text(), stats]
+    content = [FORM, str(folder.resolve()), (folder / "config.json").read_text(), stats]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     save = partial(_save_plain, folder, weights, q, source)
     return made_folder("quantized", digest[:16], SOURCE_FILE, f"{source!r}", save)
@@ -270,6 +275,11 @@ def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made:
     write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
     _save_shards(plain_tensors(weights, q), made)
     note = {"source": source, "quant_method": q["quant_method"]}
+    activations = activation_refusal(q)
+    if activations == "":
+        save_file(w8a8_scales(weights), made / SCALES_FILE)
+    elif activations is not None:
+        note["activations"] = activations
     write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
@@ -321,6 +331,60 @@ def plain_weights(
             raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
 
 
+# ---- activations in eight bits ----
+
+
+def activation_refusal(q: Config) -> str | None:
+    """What of the activations that a checkpoint rounds is not computed here; "" if dtype w8a8 computes it as it is, and
+    None for one that rounds none."""
+    groups = (q.get("config_groups") or {}).values()
+    inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
+    if not inputs:
+        return None
+    if len(inputs) < len(groups) or any(group.get("output_activations") for group in groups):
+        return "layers of several kinds"
+    weights = [group.get("weights") or {} for group in groups]
+    for name, parts, strategies in (
+        ("weights", weights, ("channel", "tensor")),
+        ("activations", inputs, ("token",)),
+    ):
+        for part in parts:
+            if part.get("num_bits") != 8 or part.get("type", "int") != "int":
+                return f"{name} that are not whole numbers of eight bits"
+            if part.get("symmetric") is False:
+                return f"asymmetric {name}"
+            if part.get("strategy") not in strategies:
+                return f"{name} with a scale for each {part.get('strategy')}"
+    return "" if all(part.get("dynamic") is True for part in inputs) else "static activations"
+
+
+def w8a8_scales(files: list[Path]) -> dict[str, Tensor]:
+    """{layer: scales [out] in float32} of the layers in int8 in the safetensors `files`."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                if name.endswith(".weight_scale"):
+                    found[name.removesuffix(".weight_scale")] = tensors.get_tensor(name).float()
+    return {name: scale.flatten().contiguous() for name, scale in found.items()}
+
+
+def stored_scales(folder: str, name: str) -> dict[str, Tensor]:
+    """`w8a8_scales` of the checkpoint `name` that a cached folder was made from; {} where it was not in W8A8.
+
+    UserError for one that rounds its activations in another way.
+    """
+    note = Path(folder) / SOURCE_FILE
+    refused = read_json_object(note, "a note").get("activations") if note.is_file() else None
+    if refused:
+        raise UserError(
+            f"{name!r} has {refused}, which dtype w8a8 does not compute: it is dynamic for each token and symmetric; "
+            "choose float32 or bfloat16, which leave activations as they are"
+        )
+    file = Path(folder) / SCALES_FILE
+    return load_file(file) if file.is_file() else {}
+
+
 def _save_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     """Writes the tensors in files of about SHARD_BYTES, and their index."""
     index: dict[str, str] = {}
@@ -346,11 +410,13 @@ def _save_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     write_atomically(folder / "model.safetensors.index.json", json.dumps(content) + "\n")
 
 
-# ---- int8 ----
+# ---- torchao ----
 
 
-def quantize_linear_layers(model: Any) -> None:
+def quantize_linear_layers(model: Any, dtype: str, config: str = "Int8WeightOnlyConfig") -> None:
     """Turns the weights of the linear layers into int8 with one scale for each row; the LM head keeps its dtype.
+
+    `config` is the class of torchao that says how they are multiplied, `dtype` what settings call that.
 
     The LM head is left because drafts copy rows of it, and it often is the embedding too. Experts that a model holds
     as stacked tensors are no linear layers and stay as they are. UserError without torchao.
@@ -360,16 +426,16 @@ def quantize_linear_layers(model: Any) -> None:
         # Torchao reports each kernel of other devices that it cannot load
         logging.disable(logging.WARNING)
         try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+            from torchao import quantization
         except ImportError as error:
             raise UserError(
-                "dtype int8 needs torchao: pip install torchao, or choose another dtype"
+                f"dtype {dtype} needs torchao here: pip install torchao, or choose another dtype"
             ) from error
         finally:
             logging.disable(logging.NOTSET)
         head = model.get_output_embeddings()
-        quantize_(
+        quantization.quantize_(
             model,
-            Int8WeightOnlyConfig(),
+            vars(quantization)[config](),
             filter_fn=lambda module, _: isinstance(module, torch.nn.Linear) and module is not head,
         )

@@ -16,6 +16,7 @@ from decode.engine.engine import decode
 from decode.model.formats import quantized as formats
 from decode.model.formats.quantized import SOURCE_FILE, quantized_folder
 from decode.model.loading import load_target
+from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.runner import ModelRunner
 from tests.quantized import FORMS
 from tests.seq2seq import letter_tokenizer
@@ -140,3 +141,61 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
     (tmp_path / "awq" / WEIGHTS).write_bytes(b"damaged")
     with pytest.raises(UserError, match="restore its files"):
         load_target(str(tmp_path / "awq"), "cpu")
+
+
+# ---- activations in eight bits ----
+
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+W8A8 = {
+    "config_groups": {
+        "group_0": {"weights": CHANNEL, "input_activations": TOKEN, "targets": ["Linear"]}
+    }
+}
+REFUSED_ACTIVATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "static": ({}, {"dynamic": False}, "static activations"),
+    "static by tensor": (
+        {},
+        {"dynamic": False, "strategy": "tensor"},
+        "activations with a scale for each tensor",
+    ),
+    "asymmetric": ({}, {"symmetric": False}, "asymmetric activations"),
+    "asymmetric weights": ({"symmetric": False}, {}, "asymmetric weights"),
+    "grouped": ({"strategy": "group", "group_size": 32}, {}, "weights with a scale for each group"),
+    "four bits": ({}, {"num_bits": 4}, "activations that are not whole numbers of eight bits"),
+}
+
+
+def test_a_checkpoint_in_w8a8_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Bug: its numbers are rounded again, its scales lost, or layers that it leaves out are rounded."""
+    quantized("int8-channels", tmp_path / "model", **W8A8)
+    stored = load_file(tmp_path / "model" / WEIGHTS)
+    model = load_target(str(tmp_path / "model"), "cpu", "w8a8").runner.model
+    found = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, W8A8Linear):
+            scale = stored[f"{name}.weight_scale"].float()
+            assert torch.equal(layer.scale, scale.flatten())
+            assert torch.equal(layer.dequantized(), stored[f"{name}.weight"].float() * scale)
+            found += 1
+    assert found == 14
+    assert isinstance(model.get_output_embeddings(), torch.nn.Linear)
+    plain = load_target(str(tmp_path / "model"), "cpu").runner.model
+    assert not [layer for layer in plain.modules() if isinstance(layer, W8A8Linear)]
+
+
+@pytest.mark.parametrize("case", REFUSED_ACTIVATIONS)
+def test_other_activations_are_refused(case: str, tmp_path: Path) -> None:
+    """Bug: activations that are rounded in another way than the checkpoint says."""
+    weights, inputs, reason = REFUSED_ACTIVATIONS[case]
+    group = {"weights": CHANNEL | weights, "input_activations": TOKEN | inputs}
+    quantized("int8-channels", tmp_path, config_groups={"group_0": group})
+    with pytest.raises(UserError, match=f"has {reason}, which dtype w8a8 does not compute"):
+        load_target(str(tmp_path), "cpu", "w8a8")
+    load_target(str(tmp_path), "cpu")
+
+
+def test_a_checkpoint_of_rounded_weights_alone_is_rounded_as_others(tmp_path: Path) -> None:
+    quantized("int8-channels", tmp_path)
+    model = load_target(str(tmp_path), "cpu", "w8a8").runner.model
+    assert isinstance(model.get_output_embeddings(), W8A8Linear)

@@ -1,0 +1,7 @@
+"""Linear layers in few bits, in place of those of a loaded model or draft:
+
+- conversion: replaces the linear layers of a model or a draft's network
+- layers: what all kinds have in common
+- w8a8: eight bits for weights and activations, products of whole numbers
+- int4: four bits for weights, for drafts
+"""

@@ -1,0 +1,133 @@
+"""Replaces the linear layers of a loaded model, or of a draft's network, by layers in few bits (settings `dtype`).
+
+Each float weight is freed as its layer is replaced. Norms, embeddings, experts that a model holds as stacked tensors,
+vision parts and what stands beside the decoder layers keep their dtype.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from decode.common import damage
+from decode.common.errors import UserError
+from decode.model.formats import tied_heads
+from decode.model.formats.quantized import quantize_linear_layers
+from decode.model.layer_stack import decoder_config, layer_stack
+from decode.model.quantized.int4 import GROUP, Int4Linear
+from decode.model.quantized.layers import QuantizedLinear
+from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products
+from decode.model.recurrent import has_recurrent_layers
+
+INT4_TARGET = (
+    "dtype int4 is for drafts, whose tokens are verified: it would make the target another model; choose w8a8 or "
+    "another dtype"
+)
+KINDS: dict[str, type[QuantizedLinear]] = {"w8a8": W8A8Linear, "int4": Int4Linear}
+"""By the dtype of settings."""
+
+
+def quantize_model(
+    model: Any, dtype: str, what: str, stored: Mapping[str, Tensor] | None = None
+) -> None:
+    """Gives a model the linear layers of `dtype`, int8 or one of KINDS, in place; others change nothing.
+
+    `what` is its role and name. Of a checkpoint in W8A8 `stored` has the scales [N] of each of its layers, which alone
+    are then W8A8. UserError for a model or a device that this dtype is not for.
+    """
+    if dtype.startswith("int8"):
+        quantize_linear_layers(model, dtype)
+    if dtype not in KINDS:
+        return
+    reason = refusal(model, dtype)
+    if reason:
+        raise UserError(f"{what}: dtype {dtype} {reason}: choose another dtype")
+    if model.device.type == "cuda" and not stored:
+        quantize_linear_layers(model, dtype, "Int8DynamicActivationInt8WeightConfig")
+        return
+    say_what_stays(model, dtype, what)
+    if stored and dtype == "w8a8":
+        restore_layers(model, stored, what)
+        return
+    for layer in layer_stack(model):
+        quantize_network(layer, dtype)
+    replace_head(model, KINDS[dtype])
+
+
+def refusal(model: Any, dtype: str) -> str:
+    """Why this dtype is not for the model; "" where it is."""
+    if model.config.is_encoder_decoder:
+        return "is for decoders, and this is an encoder-decoder"
+    if has_recurrent_layers(decoder_config(model)):
+        return "is for layers with attention, and this model has recurrent ones"
+    devices = ("cpu", "cuda") if dtype == "w8a8" else ("cpu",)
+    return "" if model.device.type in devices else f"is not for device {model.device.type}"
+
+
+def quantize_network(network: nn.Module, dtype: str) -> None:
+    """Replaces all linear layers inside `network` in place, if `dtype` is one of KINDS. UserError unless it is on a
+    CPU."""
+    if dtype not in KINDS:
+        return
+    device = next(network.parameters()).device
+    if device.type != "cpu":
+        raise UserError(f"dtype {dtype} of this draft is for a CPU: choose another one on {device}")
+    for name in [
+        name for name, part in network.named_modules() if type(part) in (nn.Linear, Conv1D)
+    ]:
+        weight, bias = weight_and_bias(network.get_submodule(name))
+        if fits(weight, KINDS[dtype]):
+            network.set_submodule(name, KINDS[dtype].from_weight(weight, bias))
+
+
+def replace_head(model: Any, kind: type[QuantizedLinear]) -> None:
+    """Replaces the LM head. An embedding that is one matrix with it stays."""
+    head = model.get_output_embeddings()
+    embedding = head.weight if tied_heads.are_tied(model) else None
+    if type(head) is nn.Linear and fits(head.weight, kind):
+        model.set_output_embeddings(kind.from_weight(head.weight, head.bias, embedding))
+
+
+def restore_layers(model: Any, stored: Mapping[str, Tensor], what: str) -> None:
+    """Gives these layers of a checkpoint in W8A8 its own whole numbers and scales back. UserError for one that is no
+    linear layer in this model."""
+    layers = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    strange = sorted(set(stored) - set(layers))
+    if strange or model.device.type != "cpu":
+        problem = f"{strange[0]} is no linear layer here" if strange else "it is not on a CPU"
+        raise UserError(
+            f"{what} is in W8A8, and {problem}: choose float32 or bfloat16, which leave activations as they are"
+        )
+    for name, scale in stored.items():
+        layer = layers.pop(name)
+        scale = scale.expand(layer.out_features)
+        values = (layer.weight.detach().float() / scale[:, None]).round().to(torch.int8)
+        model.set_submodule(name, W8A8Linear(values, scale.contiguous(), layer.bias))
+
+
+def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """weight [N, K] and bias [N] of a linear layer; GPT-2's holds its weight as [K, N]."""
+    return layer.weight.T if type(layer) is Conv1D else layer.weight, layer.bias
+
+
+def fits(weight: Tensor, kind: type[QuantizedLinear]) -> bool:
+    """Whether a weight [N, K] can be of this kind: four bits need whole groups."""
+    return kind is not Int4Linear or weight.shape[1] % GROUP == 0
+
+
+def say_what_stays(model: Any, dtype: str, what: str) -> None:
+    """A line where experts keep their dtype, and one where the CPU has no products of eight bits."""
+    experts = sum(p.numel() for p in layer_stack(model).parameters() if p.ndim == 3)
+    if experts > 0:
+        share = experts / sum(p.numel() for p in model.parameters())
+        damage.warn_once(
+            f"{what}: its experts are stacked tensors and no linear layers, and keep their dtype: {share:.0%} of its "
+            f"weights are not {dtype}"
+        )
+    if dtype == "w8a8" and not has_int8_products():
+        damage.warn_once(
+            "this CPU has no products of whole numbers in eight bits (AVX512-VNNI or AMX): dtype w8a8 is exact here "
+            "and takes less memory, but it is slower than float32"
+        )

@@ -1,0 +1,457 @@
+"""W8A8 and int4: exact products, rows that do not depend on each other, and the text and law of the rounded target."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.common import damage
+from decode.common.errors import UserError
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.registry import load_draft, pick_draft
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.engine.records import collect_outputs
+from decode.model.formats import tied_heads
+from decode.model.hidden_states import LMHead
+from decode.model.loading import Target, load_model, load_target, place_network
+from decode.model.quantized import w8a8
+from decode.model.quantized.conversion import quantize_model, quantize_network
+from decode.model.quantized.int4 import Int4Linear, quantize_groups
+from decode.model.quantized.layers import QuantizedLinear
+from decode.model.quantized.w8a8 import (
+    UNSAFE_CACHE,
+    W8A8Linear,
+    exact_product,
+    has_int8_products,
+    int8_product,
+    quantize_rows,
+)
+from decode.model.runner import ModelRunner
+from decode.verification.sampling import SamplingParams
+from eval.checks.greedy_equivalence import first_difference, measure_pair
+from tests import heads, worlds
+from tests.decode.engine.test_engine import PROMPTS, texts
+from tests.decode.verification import test_exact_distribution as exact
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_prompts
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available()
+    or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="oneDNN has no products of whole numbers here",
+)
+
+
+def w8a8_model(arch: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = tiny_model(arch, dtype=dtype, **changes)
+    quantize_model(model, "w8a8", arch)
+    return model
+
+
+def target_of(model: Any) -> Target:
+    """A target of the model itself: its copy would be in floating point."""
+    return Target(ModelRunner(model), None, "tiny", None, "fingerprint", frozenset())
+
+
+# ---- products ----
+
+
+def sums_by_whole_numbers(numbers: Tensor, values: Tensor) -> Tensor:
+    return numbers.long() @ values.long().T
+
+
+@pytest.mark.parametrize("inputs", [1, 31, 1024, 1025, 9000])
+def test_sums_of_extreme_numbers_are_exact(inputs: int) -> None:
+    """Bug: pairs of products that saturate in 16 bits, sums that leave fp32's whole numbers, pieces that are lost."""
+    numbers = torch.randint(-127, 128, (5, inputs))
+    numbers[0], numbers[1], numbers[2] = (
+        127,
+        -127,
+        torch.tensor([127, -127]).repeat(inputs)[:inputs],
+    )
+    values = torch.randint(-128, 128, (40, inputs), dtype=torch.int8)
+    values[0], values[1], values[2] = 127, -128, torch.tensor([127, -127]).repeat(inputs)[:inputs]
+    wanted = sums_by_whole_numbers(numbers, values)
+    assert torch.equal(exact_product(numbers.float(), values, torch.ones(40)), wanted.float())
+    layer = W8A8Linear(values, torch.ones(40), None)
+    given = numbers + w8a8.ZERO_POINT if layer.is_packed else numbers.float()
+    given = given.to(torch.uint8) if layer.is_packed else given
+    found = int8_product(given, layer.values, layer.scale, layer.zeros)
+    assert torch.equal(found, wanted.float())
+
+
+@needs_onednn
+def test_onednn_s_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: another zero point, scale or order of the weight in the product of CPUs with AVX512-VNNI. The weights are so
+    small that older CPUs do not saturate."""
+    values = torch.randint(-63, 64, (48, 200), dtype=torch.int8)
+    scale, bias, x = torch.rand(48), torch.randn(48), torch.randn(7, 200)
+    monkeypatch.setattr(w8a8, "has_int8_products", lambda: False)
+    plain = W8A8Linear(values, scale, bias)
+    monkeypatch.setattr(w8a8, "has_int8_products", lambda: True)
+    packed = W8A8Linear(values, scale, bias)
+    assert (plain.is_packed, packed.is_packed) == (False, True)
+    assert torch.equal(packed(x), plain(x))
+    for rows in range(1, 65):
+        many = torch.randn(rows, 200)
+        assert torch.equal(packed(many), plain(many))
+    torch.testing.assert_close(packed.weight, values * scale[:, None])
+
+
+def computed_by_hand(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    """What the layer promises, written out: each row's and each output's own scale, sums of int64, then the bias."""
+    scale, steps = weight.abs().amax(1) / 127, x.abs().amax(1) / 127
+    numbers = (x / steps[:, None]).round()
+    values = (weight / scale[:, None]).round()
+    sums = sums_by_whole_numbers(numbers, values)
+    return sums.float() * scale * steps[:, None] + bias
+
+
+def wrong_step(numbers: Tensor, values: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """The scales of other outputs."""
+    return int8_product(numbers, values, scale.roll(1), zeros)
+
+
+def saturating(numbers: Tensor, values: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """Pairs of products in 16 bits, as CPUs without VNNI add them."""
+    pairs = (numbers[:, None] + 128) * values
+    sums = pairs.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1)
+    return (sums - 128 * values.sum(1, dtype=torch.int64)) * scale
+
+
+class BiasFirst(W8A8Linear):
+    def product(self, x: Tensor) -> Tensor:
+        _, steps = quantize_rows(x)
+        return super().product(x) + self.bias * (steps - 1)
+
+
+class StepOfAnotherRow(W8A8Linear):
+    def product(self, x: Tensor) -> Tensor:
+        _, steps = quantize_rows(x)
+        return super().product(x) / steps * steps.roll(1, 0)
+
+
+def layer_error(kind: type[W8A8Linear] = W8A8Linear) -> float:
+    """Largest difference from `computed_by_hand`."""
+    weight, bias = torch.randn(24, 300), torch.randn(24)
+    x = torch.randn(6, 300) * torch.tensor([1.0, 30.0, 0.01, 5.0, 1.0, 1e4])[:, None]
+    found = kind.from_weight(weight, bias)(x)
+    return float((found - computed_by_hand(weight, bias, x)).abs().max())
+
+
+def test_a_layer_computes_what_it_promises() -> None:
+    assert layer_error() == 0
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], type[W8A8Linear]]] = {
+    "scales of other outputs": lambda patch: patched(patch, wrong_step),
+    "saturation": lambda patch: patched(patch, saturating),
+    "bias before the scale": lambda patch: BiasFirst,
+    "step of another row": lambda patch: StepOfAnotherRow,
+}
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor]) -> type[W8A8Linear]:
+    monkeypatch.setattr(w8a8, "has_int8_products", lambda: False)
+    monkeypatch.setattr(w8a8, "int8_product", product)
+    return W8A8Linear
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layer_error(BUGS[bug](monkeypatch)) > 0.01
+
+
+@pytest.mark.parametrize("size", [(48, 32), (33, 1536), (16, 2500)])
+def test_a_row_does_not_depend_on_others(size: tuple[int, int]) -> None:
+    """Bug: a step of all rows, or sums in another order for more rows. To the bit, alone and among 1 to 64."""
+    layer = W8A8Linear.from_weight(torch.randn(size), torch.randn(size[0]))
+    x = torch.randn(64, size[1]) * torch.rand(64, 1).mul(8).exp()
+    with torch.inference_mode():
+        alone = torch.cat([layer(row[None]) for row in x])
+        for rows in range(1, 65):
+            assert torch.equal(layer(x[:rows]), alone[:rows])
+        assert torch.equal(layer(x.view(4, 16, -1)).view(64, -1), alone)
+
+
+def test_rows_that_hold_no_numbers_stay_apart() -> None:
+    """Bug: one row with NaN or infinity spoils others, or becomes a number; a row of zeros becomes NaN."""
+    layer = W8A8Linear.from_weight(torch.randn(8, 16), None)
+    x = torch.randn(4, 16)
+    alone = layer(x[3:])
+    x[0, 3], x[1, 2], x[2] = torch.nan, torch.inf, 0
+    out = layer(x)
+    assert out[:2].isnan().all()
+    assert not out[2].any()
+    assert torch.equal(out[3:], alone)
+
+
+def test_other_dtypes_and_gradients() -> None:
+    """Bug: inputs in bf16 that are rounded in bf16; ties that are judged in float64 and fail; a gradient of zero."""
+    layer = W8A8Linear.from_weight(torch.randn(8, 32), torch.randn(8))
+    x = torch.randn(3, 32)
+    for dtype in (torch.bfloat16, torch.float64):
+        found = layer(x.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, layer(x.to(dtype).float()).to(dtype))
+    asked = x.clone().requires_grad_()
+    layer(asked).sum().backward()
+    torch.testing.assert_close(asked.grad, layer.weight.sum(0).expand(3, -1))
+
+
+# ---- four bits ----
+
+
+@pytest.mark.parametrize("outputs", [16, 33])
+def test_four_bits_multiply_by_what_they_stand_for(outputs: int) -> None:
+    """Bug: nibbles in another order, zero points off by the middle, groups mixed up, outputs of the padding."""
+    weight, bias, x = torch.randn(outputs, 96), torch.randn(outputs), torch.randn(5, 96)
+    numbers, scale, zero = quantize_groups(weight)
+    scales, zeros = (part.float().repeat_interleave(32, 1) for part in (scale, zero))
+    plain = (numbers - 8) * scales + zeros
+    assert ((plain - weight).abs() <= 0.6 * scales).all()
+    layer = Int4Linear.from_weight(weight, bias)
+    for rows in (x[:1], x):
+        wanted = rows.bfloat16().float() @ plain.T + bias
+        torch.testing.assert_close(layer(rows), wanted, atol=0.1, rtol=0.01)
+    torch.testing.assert_close(layer.weight, plain, atol=0.01, rtol=0.01)
+
+
+# ---- models ----
+
+
+def float_linears(model: Any) -> list[str]:
+    return [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
+
+
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_every_architecture_decodes_as_transformers_does(arch: str) -> None:
+    """Bug: layers that are called in another way than by their forward, and ones that stay in floating point."""
+    model = w8a8_model(arch)
+    plain = reference(tiny_model(arch))
+    quantize_model(plain, "w8a8", arch)
+    assert isinstance(model.get_output_embeddings(), W8A8Linear)
+    assert not [name for name in float_linears(model) if "layers" in name]
+    wanted = [
+        plain.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False)[0, len(p) :].tolist()
+        for p in PROMPTS
+    ]
+    target, draft = target_of(model), CausalDraft(ModelRunner(noisy(tiny_model(arch), 0.01)))
+    for own in (None, draft):
+        found = texts(decode(target, own, PROMPTS, k=3, max_new_tokens=12))
+        assert not [x for x in zip(PROMPTS, found, wanted, strict=True) if not is_tie(plain, *x)]
+
+
+def is_tie(model: Any, prompt: list[int], found: list[int], wanted: list[int]) -> bool:
+    """Whether two texts are equal, or differ first where a rounding can swap two tokens: attention that differs in its
+    last bit flips one now and then."""
+    at = first_difference(wanted, found)
+    if at is None:
+        return True
+    gap, noise = measure_pair(model, prompt, wanted[:at], (wanted[at], found[at]), 3)
+    return abs(gap) <= noise < 0.5
+
+
+@pytest.fixture(params=["llama", "llama tied", "qwen3_moe", "gemma2"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A target, and in `draft` a copy of it that is right now and then."""
+    tokenizer = worlds.byte_tokenizer()
+    arch, *tied = request.param.split()
+    size: dict[str, Any] = {"vocab_size": len(tokenizer), "tie_word_embeddings": bool(tied)}
+    model = tiny_model(arch, **size)
+    worlds.save(tmp_path / "draft", noisy(model, 0.02), tokenizer)
+    return worlds.save(tmp_path / "target", model, tokenizer)
+
+
+def drafts_of(target: Target, folder: Path) -> dict[str, Draft | None]:
+    near = str(folder.parent / "draft")
+    return {
+        "ngram": pick_draft("ngram", target),
+        "causal": load_draft(near, target),
+        "causal in w8a8": load_draft(near, target, dtype="w8a8"),
+        "causal in int4": load_draft(near, target, dtype="int4"),
+        "eagle1": heads.random_draft("eagle1", target),
+        "eagle3": heads.random_draft("eagle3", target),
+        "early exit": EarlyExitDraft(target, 2, None),
+    }
+
+
+def test_text_with_a_draft_is_the_target_s_own(folder: Path) -> None:
+    """Bug: layers that a decoder replaces lose their kind, or drafts read weights that are packed."""
+    target = load_target(str(folder), "cpu", "w8a8")
+    prompts = tiny_prompts(5, 9, vocab=97)
+    settings: dict[str, Any] = {"k": 3, "max_new_tokens": 24}
+    plain = texts(decode(target, None, prompts, **settings))
+    for name, draft in drafts_of(target, folder).items():
+        assert texts(decode(target, draft, prompts, **settings)) == plain, name
+    model = load_model(str(folder), "target", "cpu", "w8a8")
+    for prompt, wanted in zip(prompts, plain, strict=True):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert made[0, len(prompt) :].tolist() == wanted
+    assert target.describe().rounding == " in w8a8"
+
+
+def test_the_head_can_be_read(folder: Path) -> None:
+    """Bug: drafts that begin with the rows of the LM head get none, or rows of other numbers; ties that are lost."""
+    before, after = (
+        load_model(str(folder), "target", "cpu", dtype) for dtype in ("float32", "w8a8")
+    )
+    wanted, head = before.get_output_embeddings().weight, after.get_output_embeddings()
+    tied = tied_heads.are_tied(before)
+    assert tied_heads.are_tied(after) == tied
+    assert (head.weight is after.get_input_embeddings().weight) == tied
+    step = wanted.abs().amax(1, keepdim=True) / 127
+    assert ((head.weight - wanted).abs() <= (0 if tied else 0.51 * step)).all()
+    ids, states = torch.tensor([0, 5, 90]), torch.randn(4, 32)
+    torch.testing.assert_close(head.rows(ids)(states), head(states)[:, ids], atol=1e-5, rtol=1e-5)
+    assert torch.equal(LMHead(after).linear.forward(states), head(states))
+    other = copy.deepcopy(after)
+    assert tied_heads.are_tied(other) == tied
+    assert not [part for part in other.modules() if isinstance(part, QuantizedLinear)]
+
+
+def test_a_draft_of_fewer_tokens_is_in_few_bits(folder: Path) -> None:
+    """Bug: rows of the head that are selected become a head in floating point."""
+    for dtype, kind in (("w8a8", W8A8Linear), ("int4", Int4Linear)):
+        model = load_model(str(folder), "draft", "cpu", dtype)
+        ids = torch.arange(0, 96, 3)
+        runner = ModelRunner(model, None, ids)
+        assert isinstance(runner.model.get_output_embeddings(), kind)
+        runner.allocate(1, 8)
+        found = runner.step(torch.tensor([[1, 2, 3]]), torch.tensor([0]))
+        assert found.isfinite().sum(-1).tolist() == [[len(ids)] * 3]
+
+
+@pytest.mark.parametrize("family", heads.FAMILIES)
+@pytest.mark.parametrize("dtype", ["w8a8", "int4"])
+def test_heads_in_few_bits_draft(family: str, dtype: str) -> None:
+    """Bug: heads that cannot be in few bits, and ones whose states are in another dtype."""
+    target = target_of(w8a8_model("llama"))
+    net = place_network(heads.net_of(family, target), "cpu", dtype)
+    assert [part for part in net.modules() if isinstance(part, QuantizedLinear)]
+    draft = heads.draft_of(net, target)
+    settings: dict[str, Any] = {"k": 3, "max_new_tokens": 12}
+    plain = texts(decode(target, None, PROMPTS, **settings))
+    assert texts(decode(target, draft, PROMPTS, **settings)) == plain
+
+
+def test_sampled_text_has_the_rounded_target_s_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact: every branch of the text is walked, and compared with plain passes of the same layers."""
+    model, sampling = exact.small(), SamplingParams(0.7)
+    vocab, k, length, paths = exact.ENUMERATED[1]
+    rounded = copy.deepcopy(model)
+    quantize_model(rounded, "w8a8", "small")
+    law = exact.engine_law(target_of(rounded), exact.partner(model), k, length, sampling, paths)
+    away = exact.distance_from_own_law(law, model, length, sampling)
+
+    def plain(model: Any) -> Any:
+        own = reference(model)
+        quantize_model(own, "w8a8", "small")
+        return own
+
+    monkeypatch.setattr(exact, "reference", plain)
+    assert exact.distance_from_own_law(law, model, length, sampling) < 1e-6
+    assert away > 1e-3  # the law of the target in float64 is another one
+
+
+def test_float_weights_are_freed(folder: Path) -> None:
+    """Bug: the float layers stay alive beside those that replace them."""
+    model = load_model(str(folder), "target", "cpu", "w8a8")
+    kept = {name for name, p in model.named_parameters() if p.ndim == 2 and ".gate." not in name}
+    assert kept == {"model.embed_tokens.weight"}
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.values.element_size() == 1
+
+
+# ---- compiled code ----
+
+
+def compiled_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> QuantizedLinear:
+    """A layer that multiplies by its own kernel, or by oneDNN's as on CPUs with AVX512-VNNI."""
+    if kind == "int4":
+        return Int4Linear.from_weight(torch.randn(48, 64), torch.randn(48))
+    monkeypatch.setattr(w8a8, "has_int8_products", lambda: kind == "packed")
+    values = torch.randint(-63, 64, (48, 64), dtype=torch.int8)
+    return W8A8Linear(values, torch.rand(48), torch.randn(48))
+
+
+KERNELS = ["exact", pytest.param("packed", marks=needs_onednn), "int4"]
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_code_computes_the_same(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an operation that is no part of the graph, or steps that compiled code rounds in another way."""
+    torch._dynamo.reset()
+    layer = compiled_layer(kind, monkeypatch)
+    run = torch.compile(layer.forward, fullgraph=True, backend=backend)
+    with torch.inference_mode():
+        for rows in (1, 5):
+            x = torch.randn(1, rows, 64)
+            assert torch.equal(run(x), layer(x))
+
+
+@pytest.mark.slow
+def test_compiled_rounds_say_the_same() -> None:
+    """Bug: layers in eight bits that no region of compiled code holds. By inductor's own code."""
+    torch._dynamo.reset()
+    target = target_of(w8a8_model("llama"))
+    near = noisy(tiny_model("llama"), 0.02)
+    quantize_model(near, "int4", "near")
+    draft = CausalDraft(ModelRunner(near))
+    wanted = texts(decode(target, draft, PROMPTS, k=3, max_new_tokens=16))
+    engine = SpeculativeEngine(target, draft, k=3, mode="compiled")
+    records = list(engine.speculate(PROMPTS, max_new_tokens=16))
+    assert texts(collect_outputs(PROMPTS, records)) == wanted
+
+
+# ---- refusals ----
+
+
+def test_what_w8a8_is_not_for_is_refused(tmp_path: Path) -> None:
+    from tests.hybrids import tiny_hybrid
+    from tests.seq2seq import tiny_t5
+
+    for model, reason in (
+        (tiny_t5(), "an encoder-decoder"),
+        (tiny_hybrid("qwen3_next"), "recurrent"),
+    ):
+        with pytest.raises(UserError, match=f"target 'x': dtype w8a8 .*{reason}"):
+            quantize_model(model, "w8a8", "target 'x'")
+    folder = worlds.save(tmp_path, tiny_model("llama", vocab_size=268), worlds.byte_tokenizer())
+    with pytest.raises(UserError, match="target .* dtype int4 is for drafts"):
+        load_target(str(folder), "cpu", "int4")
+    with pytest.raises(UserError, match="dtype 'w4a4': choose among .* w8a8, int4"):
+        load_target(str(folder), "cpu", "w4a4")
+    model = w8a8_model("llama")
+    with pytest.raises(UserError, match="a model in w8a8 can be neither saved nor trained"):
+        model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(UserError, match="dtype w8a8 of this draft is for a CPU"):
+        quantize_network(torch.nn.Linear(4, 4, device="meta"), "w8a8")
+
+
+def test_a_cache_that_confuses_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: oneDNN takes the weight that lay at this address before."""
+    monkeypatch.setenv(UNSAFE_CACHE, "1")
+    with pytest.raises(UserError, match=f"{UNSAFE_CACHE} is set"):
+        w8a8_model("llama")
+    monkeypatch.setenv(UNSAFE_CACHE, "0")
+    w8a8_model("llama")
+
+
+def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    damage.warn_once.cache_clear()
+    for _ in range(2):
+        w8a8_model("qwen3_moe")
+    lines = capsys.readouterr().err.splitlines()
+    experts = [line for line in lines if "qwen3_moe: its experts are stacked tensors" in line]
+    slow = [line for line in lines if "this CPU has no products of whole numbers" in line]
+    assert (len(experts), len(slow)) == (1, 0 if has_int8_products() else 1)
