@@ -35,6 +35,7 @@ from decode.engine.engine import decode
 from decode.engine.trained_template import use_template
 from decode.model.fingerprint import TargetRecord
 from decode.model.loading import Target, find_dtype, load_config, load_target
+from decode.model.quantized.conversion import INT4_TARGET
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from eval.checks.target_drift import TokenDrift, compare_on_text
@@ -115,6 +116,8 @@ def check(s: FidelityConfig) -> None:
         raise UserError(f"dtypes {s.dtypes}: name each once, and not the reference {s.reference}")
     for dtype in (*s.dtypes, s.reference):
         find_dtype(dtype)
+        if dtype == "int4":
+            raise UserError(INT4_TARGET)
     if not s.tasks and not s.samples:
         raise UserError("tasks is empty: give at least one, or samples")
     if load_config(s.target, "target", s.revision).is_encoder_decoder:
