@@ -2,14 +2,17 @@
 
 The step is the family's own code, forward and backward, for a target that is built from its config alone. Tensors of
 floating-point numbers are on "meta"; whole numbers and masks are computed, since shapes depend on them (which positions
-are labels, which slots a block has). So a step of a large target takes seconds, and needs neither weights nor samples.
+are labels, which slots a block has), but for large ones, which only say what attends to what. So a step of a large
+target takes seconds, and needs neither weights nor samples.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -36,6 +39,8 @@ LIKE = {
     *(aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
 }
 """Operations that make a tensor from the shape of another."""
+LARGE = 1 << 20
+"""Whole numbers and masks with more elements have no data either: [T, T] of a text, on which no shape depends."""
 READING = {aten._local_scalar_dense, aten.item, aten.is_nonzero}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """Operations of floating-point tensors that take indices and masks with data."""
@@ -48,7 +53,7 @@ PRODUCTS = {
 
 
 class FloatsWithoutData(TorchDispatchMode):
-    """Whole numbers and masks are computed, floating-point tensors have shapes only, on "meta"."""
+    """Whole numbers and masks are computed, floating-point and large tensors have shapes only, on "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket
@@ -62,17 +67,28 @@ class FloatsWithoutData(TorchDispatchMode):
         elif name in LIKE or (not tensors and "device" in {x.name for x in func._schema.arguments}):
             plain = {"generator": None} if "generator" in kwargs else {}
             made = func(*args, **{**kwargs, "device": "meta"} | plain)
-            if made.is_floating_point() or made.is_complex():
+            if made.is_floating_point() or made.is_complex() or made.numel() > LARGE:
                 return made
             kwargs["device"] = "cpu"
-        elif any(x.is_meta for x in tensors) and not (
-            name in INDEXING
-            and tensors[0].is_meta
-            and not any(x.is_meta for x in args[1] if x is not None)
+        elif _is_large(func, tensors) or (
+            any(x.is_meta for x in tensors)
+            and not (
+                name in INDEXING
+                and tensors[0].is_meta
+                and not any(x.is_meta for x in args[1] if x is not None)
+            )
         ):
             to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
             args, kwargs = tree_map(to_meta, (args, kwargs))
         return tree_map(_floats_to_meta, func(*args, **kwargs))
+
+
+def _is_large(func: Any, tensors: list[Tensor]) -> bool:
+    """Whether the operation makes one number for each combination of very many."""
+    if torch.Tag.pointwise not in func.tags:
+        return False
+    sizes = zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return math.prod(map(max, sizes)) > LARGE
 
 
 def _floats_to_meta(x: Any) -> Any:
