@@ -29,7 +29,7 @@ JSON: {"customer": "Paul Wagner", "city": "Hamburg", "items": [{"product": "umbr
 {"product": "table cloth", "quantity": 1}], "express": true}
 Order: ORDER
 JSON:"""
-COUNTS = {"train": 96, "eval": 24}
+COUNTS = {"train": 64, "eval": 24}
 ORDERS = {
     "train": """\
 NAME here, I live in CITY. I would like N1 P1s and N2 P2s. WHEN
