@@ -214,8 +214,10 @@ class Fork:
     """
 
     def __init__(self, env: dict[str, str], *words: str):
-        self.streams = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]
-        self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(env, words))
+        self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        self.process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(env, words)
+        )
         self.process.start()
 
     def _run(self, env: dict[str, str], words: Sequence[str]) -> None:

@@ -57,7 +57,9 @@ def evaluated(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         {"name": name, "path": str(worlds.write_prompts(folder / f"{name}.jsonl", texts))}
         for name, texts in (("long", world.texts[:7]), ("short", world.texts[7:]))
     ]
-    done = worlds.call(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks)).ok()
+    done = worlds.call(
+        COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks)
+    ).ok()
     return folder / "out", done
 
 
@@ -469,9 +471,7 @@ def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
     report, lines = report_of(tmp_path / "out"), lines_of(tmp_path / "out")
     assert report["resumed"] >= len(kept)
     assert len(lines) == 3 * 2 * 12
-    worlds.call(
-        COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)
-    ).ok()
+    worlds.call(COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)).ok()
 
     def texts(rows: list[dict[str, Any]]) -> list[tuple]:
         return [
@@ -513,9 +513,7 @@ def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) ->
         {"name": "causal-base", "draft": str(world.draft)},
         {"name": "typical", "draft": str(world.draft), "rule": "typical"},
     ]
-    evaluate(
-        "--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 2000
-    ).ok()
+    evaluate("--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 2000).ok()
     law = report_of(tmp_path / "out")["law"]
     assert [m["name"] for m in law["methods"]] == ["plain", "causal-base", "typical"]
     assert [m["passed"] for m in law["methods"]] == [True, True, False]

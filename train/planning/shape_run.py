@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from decode.model import attention
@@ -57,8 +56,8 @@ class FloatsWithoutData(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket
-        args, kwargs = tree_map(_floats_to_meta, (args, kwargs))
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        args, kwargs = _map(_floats_to_meta, (args, kwargs))
+        tensors = _tensors((args, kwargs))
         if name in READING and tensors[0].is_meta:
             return True if tensors[0].dtype == torch.bool else 1.0  # as finite numbers have it
         if name is aten._to_copy:
@@ -78,9 +77,8 @@ class FloatsWithoutData(TorchDispatchMode):
                 and not any(x.is_meta for x in args[1] if x is not None)
             )
         ):
-            to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
-            args, kwargs = tree_map(to_meta, (args, kwargs))
-        return tree_map(_floats_to_meta, func(*args, **kwargs))
+            args, kwargs = _map(lambda x: x.to("meta"), (args, kwargs))
+        return _map(_floats_to_meta, func(*args, **kwargs))
 
 
 def _is_large(func: Any, tensors: list[Tensor]) -> bool:
@@ -91,8 +89,28 @@ def _is_large(func: Any, tensors: list[Tensor]) -> bool:
     return math.prod(map(max, sizes)) > LARGE
 
 
-def _floats_to_meta(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
+def _floats_to_meta(x: Tensor) -> Tensor:
+    return x.to("meta") if x.is_floating_point() else x
+
+
+def _map(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """`x` with `function` of each tensor in its tuples, lists and dicts; quicker than tree_map of torch."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, tuple | list):
+        return type(x)([_map(function, y) for y in x])
+    return {key: _map(function, y) for key, y in x.items()} if isinstance(x, dict) else x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors in tuples, lists and dicts."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, tuple | list):
+        return []
+    return [tensor for y in x for tensor in _tensors(y)]
 
 
 class Kernels(TorchFunctionMode):
@@ -109,7 +127,7 @@ class Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in PRODUCTS and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(self.cast, (args, kwargs))
+            args, kwargs = _map(self.cast, (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return fused_attention(*args, **kwargs)
         # Each row is multiplied by one expert, whichever it is.
@@ -117,9 +135,9 @@ class Kernels(TorchFunctionMode):
             return args[0] @ args[1][0]
         return func(*args, **kwargs)
 
-    def cast(self, x: Any) -> Any:
-        """`x` in bf16 if it is an fp32 tensor."""
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
+    def cast(self, x: Tensor) -> Tensor:
+        """`x` in bf16 if it is in fp32."""
+        if x.dtype != torch.float32:
             return x
         if self.casts is None or not (x.is_leaf and x.requires_grad):
             return x.to(torch.bfloat16)
@@ -212,8 +230,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _stored(values: Any) -> list[Tensor]:
     """Those with a storage; oneDNN's packed weights have none."""
-    found = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-    return [x for x in found if x.layout == torch.strided]
+    return [x for x in _tensors(values) if x.layout == torch.strided]
 
 
 def _address(tensor: Tensor) -> int:

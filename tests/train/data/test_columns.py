@@ -633,7 +633,9 @@ def test_the_doctor_counts_tools_and_what_the_template_does_with_them(
     )
     deaf = save_byte_target(tmp_path / "deaf", TEMPLATE.partition("{% endif %}")[2])
     for folder, severities in ((world, []), (deaf, ["costs"])):
-        done = worlds.call("train/doctor.py", "--target", folder, "--sources", file_sources(path)).ok()
+        done = worlds.call(
+            "train/doctor.py", "--target", folder, "--sources", file_sources(path)
+        ).ok()
         told = json.loads(done.out.splitlines()[-1])
         facts = told["parts"]["Prompts before sampling"]["facts"]
         assert facts["with tools"] == 1

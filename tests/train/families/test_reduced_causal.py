@@ -19,7 +19,7 @@ from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import decode
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.loading import Target, load_config, load_target
+from decode.model.loading import Target, load_config
 from tests import worlds
 from tests.params import rotated
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
