@@ -20,7 +20,7 @@ from eval.checks import greedy_equivalence
 from eval.evaluate import count_tokens_after_eos
 from eval.results.report import EvalReport
 from tests import worlds
-from tests.worlds import EOS, Done, World, contents
+from tests.worlds import CONTEXT, EOS, Done, World, contents
 
 COMMAND = "eval/run.py"
 K, NEW = 3, 16
@@ -513,7 +513,7 @@ def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) ->
         {"name": "causal-base", "draft": str(world.draft)},
         {"name": "typical", "draft": str(world.draft), "rule": "typical"},
     ]
-    evaluate("--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 2000).ok()
+    evaluate("--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 4000).ok()
     law = report_of(tmp_path / "out")["law"]
     assert [m["name"] for m in law["methods"]] == ["plain", "causal-base", "typical"]
     assert [m["passed"] for m in law["methods"]] == [True, True, False]
@@ -764,4 +764,27 @@ def test_bad_input_is_one_line_and_makes_no_folder(
 ) -> None:
     """Bug: a typo is ignored, ends in a traceback, or shows only after the first method was measured."""
     assert named in evaluate(*wrong).error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"prompt": "zq"}, {"prompt": "x" * CONTEXT}], ":2"),
+        ([{"prompt": "zq"}, {"question": "zq"}], ":2"),
+        ([{"prompt": "zq"}, {"messages": [{"role": "user", "content": "zq"}]}], "chat template"),
+        ([{"prompt": "zq"}, {"prompt": 5}], ":2"),
+        ([{"id": "1", "prompt": "zq"}, {"id": "1", "prompt": "qz"}], "1"),
+        ([], "no prompts"),
+    ],
+)
+def test_a_bad_task_file_is_named(
+    evaluate: Callable, tmp_path: Path, rows: list, named: str
+) -> None:
+    """Bug: a prompt that cannot be measured ends in a traceback, is cut, or is passed over."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = evaluate("--tasks", tasks_of(path)).error()
+    assert str(path) in error
+    assert named in error
     assert not (tmp_path / "out").exists()

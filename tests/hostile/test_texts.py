@@ -42,8 +42,6 @@ JSONL: list[tuple[str, str | bytes]] = [
     ("second line bad", '{"prompt": "abc"}\n{"prompt": \n'),
 ]
 TASK_ONLY: list[tuple[str, str | bytes]] = [
-    ("a chat without a template", '{"messages": [{"role": "user", "content": "a"}]}\n'),
-    ("another form", '{"prompt": "a"}\n{"question": "b"}\n'),
     ("turns empty", '{"turns": []}\n'),
     ("turns of numbers", '{"turns": [1]}\n'),
     ("turns is text", '{"turns": "abc"}\n'),
