@@ -41,7 +41,6 @@ from decode.common.files import write_atomically
 from decode.common.ranges import Count, CountOrZero, above, at_least
 from decode.common.run_dir import RunSettings, open_run
 from decode.common.typed_json import from_json, to_json
-from decode.model.loading import load_target
 from decode.serving import prometheus
 from decode.serving.running.completions import (
     Completions,
@@ -52,7 +51,7 @@ from decode.serving.running.completions import (
     open_client,
 )
 from decode.serving.running.server_process import free_port, running_server
-from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
+from eval.settings.evaluation import Task
 
 COMMAND = "eval/load.py"
 
@@ -177,11 +176,11 @@ def add_drafts(answers: Sequence[Answer]) -> tuple[int, int] | None:
 async def ask_all(
     s: LoadConfig,
     server: Server,
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[list[int]],
     numbers: Sequence[int],
     at_once: int,
 ) -> Level:
-    """Asks the prompts with these numbers, `at_once` of them at a time."""
+    """Asks the prompts, as ids, with these numbers, `at_once` of them at a time."""
     waiting, answers, failed = iter(numbers), list[Answer](), 0
 
     async def work(asked: Completions) -> None:
@@ -189,7 +188,7 @@ async def ask_all(
         for number in waiting:
             body = {
                 "model": server.model,
-                "prompt": prompts[number].prompt_ids,
+                "prompt": prompts[number],
                 "max_tokens": s.max_new_tokens,
                 "temperature": s.temperature,
                 "seed": s.seed,
@@ -276,6 +275,9 @@ def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
 
 def main(s: LoadConfig) -> None:
     """Measures every level of every server in turns, and writes load.json."""
+    from decode.model.loading import load_target  # these load torch: --help does without
+    from eval.tasks.loading import load_fitting_prompts
+
     if not s.target:
         raise UserError(
             "--target: name the model that is served, whose tokenizer makes the prompts"
@@ -285,7 +287,7 @@ def main(s: LoadConfig) -> None:
             "--servers: give two or more, each under its own name, the first without a draft"
         )
     target = load_target(s.target, "cpu", with_layers=False)
-    prompts = load_fitting_prompts(s.tasks, target)
+    prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     console = Console(stderr=True, highlight=False)
     with open_run(s, COMMAND, writes=("journal.jsonl", "load.json"), reads=[s.target]) as run:
         journal = run.journal()
