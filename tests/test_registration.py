@@ -6,8 +6,6 @@ decoding, the evaluation report and the published folder, without a change to an
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -343,16 +341,6 @@ def test_a_family_has_its_own_settings_alone(
         said = f"draft.{name} is a setting of {', '.join(owners)}, and draft.family is {family}"
         with pytest.raises(UserError, match=said):
             parse_settings(DistillConfig, "", ["--draft.family", family, f"--draft.{name}", value])
-
-
-def test_settings_are_read_without_torch() -> None:
-    """Bug: a --help that takes seconds, because a module of settings imports what it builds when it is loaded."""
-    program = (
-        "import sys, train.distill; print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
-    )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_every_trained_family_is_counted() -> None:

@@ -5,6 +5,8 @@ import importlib
 import inspect
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +14,16 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
+from decode import continuation
 from decode.common.errors import UserError
 from decode.common.ranges import Range, at_least, check_ranges, range_of
 from decode.common.settings import parse_settings, setting_names
+from eval import measuring
 from eval.benchmark import config
-from eval.benchmark.config import MethodConfig, TreeConfig
-from scripts.lab import build_target
+from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
+from eval.tuning import search
+from scripts.lab import bundled_model
+from scripts.lab.settings import BuildTargetConfig
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
 from train import answering
@@ -89,6 +95,43 @@ def test_the_short_help_names_settings_that_exist(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_has_a_range(command: str) -> None:
     assert fields_without_range(settings_of(command)) == []
+
+
+SLOW = ("torch", "transformers", "accelerate", "datasets", "peft", "pyarrow", "matplotlib", "wandb")
+"""Packages that take longer to import than --help may take."""
+HELP = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({SLOW})  # importing one of them raises ImportError
+for file in sys.argv[1:]:
+    sys.argv = [file, "--help"]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def say_help(*files: object) -> subprocess.CompletedProcess[str]:
+    """The --help of these commands, one after the other in one process that has none of SLOW."""
+    words = [sys.executable, "-c", HELP, *map(str, files)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_help_is_said_without_torch() -> None:
+    """Bug: a --help that takes seconds, because what a command does is imported before it knows that it is asked."""
+    scripts = ("draftsmith", "get_models", "house", "lab/quickstart")
+    others = [f"scripts/{name}.py" for name in scripts]
+    done = say_help(*COMMANDS, *others)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n--config FILE") == len(COMMANDS)
+
+
+def test_an_import_of_torch_is_seen(tmp_path: Path) -> None:
+    """The test above is blind if this passes."""
+    file = tmp_path / "planted.py"
+    file.write_text("from decode.model import loading\n")
+    assert "import of torch halted" in say_help(file).stderr
 
 
 @dataclass
@@ -201,21 +244,29 @@ def test_fixed_trees_have_a_limit_too() -> None:
     paths = [[0] * depth for depth in range(1, 1026)]
     method = MethodConfig("ngram", tree=TreeConfig(paths=paths))
     with pytest.raises(UserError, match=r"tree\.paths has 1025 nodes: give at most 1,024"):
-        config.check(config.EvalConfig(methods=[method]))
+        config.check(EvalConfig(methods=[method]))
 
 
 def test_a_step_of_the_bundled_models_holds_a_window() -> None:
     """Catches a step without any window, which ends in a stack trace after the corpus was read."""
     with pytest.raises(UserError, match="batch_tokens is 100: give at least 512"):
-        build_target.main(build_target.BuildTargetConfig(batch_tokens=100))
+        bundled_model.build_bundled(BuildTargetConfig(batch_tokens=100))
+
+
+LOADS_TARGET = {
+    "decode/generate.py": continuation,
+    "train/sample.py": answering,
+    "eval/run.py": measuring,
+    "eval/tune.py": search,
+}
+"""{command: the module that loads its target}"""
 
 
 def refuse_long_drafts(command: str, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> str:
     """The error of a command whose target has a context of 64 tokens."""
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
-    loads = answering if command == "train/sample.py" else module
     target = replace(tiny_target(tiny_model("llama")), tokenizer=byte_tokenizer())
-    monkeypatch.setattr(loads, "load_target", lambda *args: target)
+    monkeypatch.setattr(LOADS_TARGET[command], "load_target", lambda *args: target)
     with pytest.raises(UserError) as error:
         module.main(parse_settings(settings_of(command), "", argv))
     return str(error.value)

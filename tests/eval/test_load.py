@@ -1,9 +1,11 @@
 """eval/load.py: throughput, latency and equal texts of servers with and without a draft, in turns."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from decode.common.errors import UserError
@@ -15,6 +17,7 @@ from eval.load import (
     compare,
     level_requests,
     main,
+    vllm_drafts,
 )
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn, serving
@@ -66,6 +69,50 @@ def test_other_answers_are_counted(tmp_path: Path) -> None:
     found = compare([Level(2.0, [same, second], 0)], [Level(1.0, [other, second], 1)])
     assert (found["equal_texts"], found["compared_texts"], found["failed"]) == (1, 2, 1)
     assert found["speedup"] == 2
+
+
+@pytest.mark.parametrize(
+    ("timings", "accepted", "warned"),
+    [
+        ({"draft_n": 4, "draft_n_accepted": 3}, "24 of 32", False),
+        ({"predicted_n": 4}, "0 of 0", True),
+        (None, "–", False),
+    ],
+)
+def test_a_server_without_its_draft_is_named(
+    timings: dict[str, int] | None, accepted: str, warned: bool, tmp_path: Path
+) -> None:
+    """Bug: a llama-server that was given a draft's file and not told to use it is reported as a draft without gain."""
+    draft = StandIn(timings=timings)
+    with serving(StandIn()) as plain, serving(draft):
+        servers = [{"name": "plain", "url": plain.url}, {"name": "draft", "url": draft.url}]
+        done = run(tmp_path / "o", servers, "--turns", 1, "--max_new_tokens", 4, "--at_once", "[1]")
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "o" / "load.json").read_text())["levels"]
+    assert rows[0]["drafted"] is None
+    counts = "–" if rows[1]["drafted"] is None else f"{rows[1]['accepted']} of {rows[1]['drafted']}"
+    assert counts == accepted
+    assert ("draft drafted no token" in done.err) == warned
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{0}drafts_total 5\n{0}draft_tokens_total 15\n{0}accepted_tokens_total 6\n", (15, 6)),
+        ("vllm:num_requests_running 1\n", None),
+        ("[]", None),
+    ],
+)
+def test_what_vllm_counts_is_read(text: str, found: tuple[int, int] | None) -> None:
+    """Bug: a server without counters of drafts ends the run, or its page is looked for below /v1."""
+
+    async def read() -> tuple[int, int] | None:
+        replies = {"http://h:1/metrics": text.format("vllm:spec_decode_num_")}
+        transport = httpx2.MockTransport(lambda asked: httpx2.Response(200, text=replies[str(asked.url)]))  # fmt: skip
+        async with httpx2.AsyncClient(transport=transport) as http:
+            return await vllm_drafts(http, "http://h:1/v1")
+
+    assert asyncio.run(read()) == found
 
 
 def test_every_server_is_asked_the_same() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval import transfer
-from eval.scaling import data_curve
+from eval.scaling import data_curve, transfer
 from eval.scaling.power_law import PowerLaw
 from tests import worlds
 from tests.worlds import World

@@ -16,9 +16,9 @@ from decode.model.loading import Target, load_model, load_target, unfollowed_set
 from decode.model.seq2seq import generation_settings, prepare_generate
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.baselines import TransformersEngine
-from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.methods import Method
 from eval.checks.greedy_equivalence import reference_greedy_output
+from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.loading import TaskPrompt
 from tests import worlds
 from tests.tiny import reference

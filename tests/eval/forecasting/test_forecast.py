@@ -14,14 +14,15 @@ from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.model.loading import load_target
 from decode.serving import sglang_engine, trtllm_engine, vllm_engine
-from eval.forecast import ForecastConfig, load
 from eval.forecasting import costs
 from eval.forecasting.chains import VllmNgramDraft
 from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group_costs
+from eval.forecasting.forecast import load
 from eval.forecasting.rounds import ENGINE_RULES, RULES, ExpectedRounds, TextChains, rules_of
 from eval.forecasting.rows import forecast_row, forecast_rows
 from eval.metrics.speedup_model import RoundCost
 from eval.results.forecast import ForecastCounts
+from eval.settings.evaluation import ForecastConfig
 from tests import worlds
 
 K = 2

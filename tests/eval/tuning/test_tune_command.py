@@ -21,15 +21,15 @@ from decode.model.fingerprint import TargetRecord
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing
-from eval.benchmark.config import MethodConfig
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only
 from eval.metrics.speedup_model import recommended_k_range
 from eval.results.report import TreeRecord
 from eval.results.tuned import PredictedCell, TunedReport
+from eval.settings.evaluation import MethodConfig, TuneConfig
 from eval.tasks.loading import TaskPrompt
-from eval.tuning.config import TuneConfig, interleave_groups, tree_stage
+from eval.tuning.config import interleave_groups, tree_stage
 from eval.tuning.selection import (
     cross_validated_predictions,
     fastest_setting,
