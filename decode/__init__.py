@@ -9,7 +9,7 @@
 - drafts: the draft families
 - engine: rounds of drafting and verification, compiled code and CUDA graphs
 - serving: what other engines load, serve and log; engines that run
-- generate.py: the command that continues one prompt
+- generate.py: the command that continues one prompt; continuation.py does it
 
 common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
 <- distributed <- generate.py; nothing outside decode is imported.

@@ -18,9 +18,6 @@ from decode.common.command import run_command
 from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
 from decode.common.run_dir import check_file
-from eval.reporting.advice import advice_markdown, advise
-from eval.results.report import read_report
-from eval.results.tuned import read_tuned
 
 
 @dataclass
@@ -41,6 +38,11 @@ class AdviseConfig:
 
 def main(s: AdviseConfig) -> None:
     """Prints the advice on a report."""
+    # These load torch: --help does without.
+    from eval.reporting.advice import advice_markdown, advise
+    from eval.results.report import read_report
+    from eval.results.tuned import read_tuned
+
     check_file(s.out, [s.report, s.tuned])
     report = read_report(Path(s.report))
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None

@@ -19,7 +19,6 @@ from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
-from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
@@ -46,6 +45,7 @@ from eval.results.report import (
     PhaseMs,
     PlainSpeed,
 )
+from eval.settings.evaluation import EvalConfig
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
 

@@ -6,12 +6,13 @@
     # Servers that are started here, one at a time: {port} is a free port.
     python eval/load.py --target T.gguf --tasks '[{name: humaneval, limit: 16}]' --at_once '[1, 2, 4, 8]' \
       --out outputs/load --servers '[{name: plain, start: "llama-server -m T.gguf -np 8 --port {port}"},
-                  {name: draft, start: "llama-server -m T.gguf -md D.gguf -np 8 --port {port}"}]'
+      {name: draft, start: "llama-server -m T.gguf -md D.gguf --spec-type draft-simple -np 8 --port {port}"}]'
 
 The same prompts go to each server, a fixed number of requests at a time, through the completions API of vLLM, SGLang
 and llama.cpp. Servers take turns, every other turn in the opposite order, so that what the machine does over time hits
 both. The first server is what the others are compared with: without a draft. At temperature 0 their answers should be
-equal. A run that was stopped goes on when its command is given again.
+equal. Accepted and drafted tokens are what llama-server answers and what vLLM counts in /metrics. A run that was
+stopped goes on when its command is given again.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from typing import Annotated, Any, ClassVar
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import httpx2
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,7 @@ from decode.common.files import write_atomically
 from decode.common.ranges import Count, CountOrZero, above, at_least
 from decode.common.run_dir import RunSettings, open_run
 from decode.common.typed_json import from_json, to_json
-from decode.model.loading import load_target
+from decode.serving import prometheus
 from decode.serving.running.completions import (
     Completions,
     MalformedReplyError,
@@ -49,7 +51,7 @@ from decode.serving.running.completions import (
     open_client,
 )
 from decode.serving.running.server_process import free_port, running_server
-from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
+from eval.settings.evaluation import Task
 
 COMMAND = "eval/load.py"
 
@@ -121,6 +123,7 @@ class Answer:
     seconds: float
     tokens: int
     text: str
+    drafts: tuple[int, int] | None = None  # drafted and accepted tokens, where the reply says so
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class Level:
     seconds: float
     answers: list[Answer]
     failed: int
+    drafts: tuple[int, int] | None = None
+    """Drafted and accepted tokens of all requests; None: the server does not say."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -140,22 +145,42 @@ class Level:
         return float(np.quantile([answer.seconds for answer in self.answers], quantile))
 
 
-def read_answer(reply: Any) -> tuple[int, str]:
-    """(tokens, text) of a reply. MalformedReplyError where it does not say how many tokens it has."""
+def read_answer(reply: Any) -> tuple[int, str, tuple[int, int] | None]:
+    """(tokens, text, drafts) of a reply. MalformedReplyError where it does not say how many tokens it has."""
     try:
-        return int(reply["usage"]["completion_tokens"]), str(reply["choices"][0]["text"])
-    except (KeyError, IndexError, TypeError, ValueError):
+        tokens, text = int(reply["usage"]["completion_tokens"]), str(reply["choices"][0]["text"])
+        timings = reply.get("timings")  # llama-server's; without draft_n it drafted nothing
+        counts = timings and (timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         raise MalformedReplyError("no usage.completion_tokens") from None
+    return tokens, text, counts or None
+
+
+async def vllm_drafts(http: httpx2.AsyncClient, url: str) -> tuple[int, int] | None:
+    """Drafted and accepted tokens since a vLLM was started, by its /metrics; None: this server does not say."""
+    try:
+        reply = await http.get(f"{url.removesuffix('/v1')}/metrics")
+        counts = prometheus.sum_samples(
+            "vllm", prometheus.parse(reply.text, "/metrics"), "/metrics"
+        )
+    except (httpx2.RequestError, UserError):
+        return None
+    return counts.drafted, counts.accepted
+
+
+def add_drafts(answers: Sequence[Answer]) -> tuple[int, int] | None:
+    counts = [answer.drafts for answer in answers if answer.drafts]
+    return (sum(n for n, _ in counts), sum(n for _, n in counts)) if counts else None
 
 
 async def ask_all(
     s: LoadConfig,
     server: Server,
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[list[int]],
     numbers: Sequence[int],
     at_once: int,
 ) -> Level:
-    """Asks the prompts with these numbers, `at_once` of them at a time."""
+    """Asks the prompts, as ids, with these numbers, `at_once` of them at a time."""
     waiting, answers, failed = iter(numbers), list[Answer](), 0
 
     async def work(asked: Completions) -> None:
@@ -163,29 +188,35 @@ async def ask_all(
         for number in waiting:
             body = {
                 "model": server.model,
-                "prompt": prompts[number].prompt_ids,
+                "prompt": prompts[number],
                 "max_tokens": s.max_new_tokens,
                 "temperature": s.temperature,
                 "seed": s.seed,
             }
             begin = time.perf_counter()
             try:
-                tokens, text = await asked.request(body, read_answer)
+                tokens, text, drafts = await asked.request(body, read_answer)
             except PromptFailedError:
                 failed += 1
             else:
-                answers.append(Answer(number, time.perf_counter() - begin, tokens, text))
+                seconds = time.perf_counter() - begin
+                answers.append(Answer(number, seconds, tokens, text, drafts))
 
     async with open_client() as http:
         asked = Completions(http, server, Address(server.url, server.model, s.timeout))
+        before = await vllm_drafts(http, server.url)
         begin = time.perf_counter()
         await asyncio.gather(*(work(asked) for _ in range(at_once)))
         seconds = time.perf_counter() - begin
+        after = await vllm_drafts(http, server.url) if before else None
     if not answers:
         raise UserError(
             f"{server.url}: none of {failed} requests was answered in {s.timeout:g} s each"
         )
-    return Level(seconds, answers, failed)
+    drafts = add_drafts(answers)
+    if before and after:
+        drafts = after[0] - before[0], after[1] - before[1]
+    return Level(seconds, answers, failed, drafts)
 
 
 @contextmanager
@@ -211,6 +242,7 @@ def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
     ratios = [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, own, strict=True)]
     texts = {answer.prompt: answer.text for answer in plain[0].answers}
     pairs = [(texts[a.prompt], a.text) for a in own[0].answers if a.prompt in texts]
+    drafts = [level.drafts for level in own if level.drafts]
     return {
         "tokens_per_second": median(level.tokens_per_second for level in own),
         "latency_median": median(level.latency(0.5) for level in own),
@@ -219,19 +251,23 @@ def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
         "speedup_range": [min(ratios), max(ratios)],
         "equal_texts": sum(a == b for a, b in pairs),
         "compared_texts": len(pairs),
+        "drafted": sum(n for n, _ in drafts) if drafts else None,
+        "accepted": sum(n for _, n in drafts) if drafts else None,
         "failed": sum(level.failed for level in own),
     }
 
 
 def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
     spread = "speed-up" if turns == 1 else f"speed-up [least, most of {turns} turns]"
-    names = ("at once", "server", "tokens/s", "latency s, median", "95 %", spread, "equal texts")
-    table = Table(*names, "failed", title="Load", title_justify="left")
+    names = ("at once", "server", "tokens/s", "latency s, median", "95 %", spread)
+    table = Table(*names, "accepted", "equal texts", "failed", title="Load", title_justify="left")
     for row in rows:
         low, high = row["speedup_range"]
+        counted = row["drafted"] is not None
         table.add_row(
             str(row["at_once"]), row["server"], f"{row['tokens_per_second']:.1f}", f"{row['latency_median']:.2f}",
             f"{row['latency_95']:.2f}", f"{row['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
+            f"{row['accepted']:,} of {row['drafted']:,}" if counted else "–",
             f"{row['equal_texts']} of {row['compared_texts']}", str(row["failed"]),
         )  # fmt: skip
     return table
@@ -239,6 +275,9 @@ def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
 
 def main(s: LoadConfig) -> None:
     """Measures every level of every server in turns, and writes load.json."""
+    from decode.model.loading import load_target  # these load torch: --help does without
+    from eval.tasks.loading import load_fitting_prompts
+
     if not s.target:
         raise UserError(
             "--target: name the model that is served, whose tokenizer makes the prompts"
@@ -248,7 +287,7 @@ def main(s: LoadConfig) -> None:
             "--servers: give two or more, each under its own name, the first without a draft"
         )
     target = load_target(s.target, "cpu", with_layers=False)
-    prompts = load_fitting_prompts(s.tasks, target)
+    prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     console = Console(stderr=True, highlight=False)
     with open_run(s, COMMAND, writes=("journal.jsonl", "load.json"), reads=[s.target]) as run:
         journal = run.journal()
@@ -282,6 +321,12 @@ def main(s: LoadConfig) -> None:
         result = {"target": s.target, "temperature": s.temperature, "levels": rows}
         write_atomically(run.path / "load.json", json.dumps(result, indent=1) + "\n")
     Console(highlight=False, soft_wrap=True).print(results_table(rows, s.turns))
+    idle = {row["server"] for row in rows if row["drafted"] == 0} - {s.servers[0].name}
+    for name in sorted(idle):
+        console.print(
+            f"{name} drafted no token, so nothing of a draft was measured: see what it logs at its start "
+            "(llama-server needs --spec-type beside -md)", markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

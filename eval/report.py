@@ -19,13 +19,6 @@ from rich.console import Console
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.model.loading import load_tokenizer
-from eval.reporting.plots import ReportChart
-from eval.reporting.render import write_pages
-from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
-from eval.results.report import read_report
-from eval.results.tuned import read_tuned
-from eval.scaling.data_curve import curve_chart, read_data_curve
 
 
 @dataclass
@@ -40,6 +33,14 @@ class ReportConfig:
 
 def main(s: ReportConfig) -> None:
     """Renders the report in the folder and prints the path of its HTML page."""
+    from decode.model.loading import load_tokenizer  # these load torch: --help does without
+    from eval.reporting.plots import ReportChart
+    from eval.reporting.render import write_pages
+    from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
+    from eval.results.report import read_report
+    from eval.results.tuned import read_tuned
+    from eval.scaling.data_curve import curve_chart, read_data_curve
+
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None

@@ -8,114 +8,24 @@ fields that others read) into --out; the last line on stdout is JSON. The same c
 stopped by Ctrl-C or a crash.
 """
 
-import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.console import Console
-
-from decode.common import files, run_dir
 from decode.common.command import run_command
-from decode.common.progress import progress_bars
-from decode.constraints.grammar import build_matcher
-from decode.distributed.placement import load_target, run_placed
-from decode.drafts.base import check_request
-from decode.engine.records import DecodeRecord
-from decode.engine.trained_template import rendering_identity, use_template
-from decode.verification.sampling import SamplingParams
-from eval.benchmark import baselines, config
-from eval.benchmark.config import EvalConfig
-from eval.benchmark.journal import open_journal
-from eval.benchmark.methods import Method, build_methods, draft_checksums, simulated_alpha
-from eval.checks.target_drift import check_original
-from eval.evaluate import evaluate
-from eval.reporting.render import terminal_table, write_report
-from eval.reporting.token_traces import read_outputs, select_traces
-from eval.results.report import EvalReport
-from eval.tasks import loading
-
-COMMAND = "eval/run.py"
-OWNED_FILES = (
-    "journal.jsonl", "outputs.jsonl", "report.json", "report.md", "report.html", "speculation_profile.json",
-)  # fmt: skip
-"""Patterns of the files that this command writes into its output folder."""
-
-
-def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
-    """One line of outputs.jsonl."""
-    facts = vars(record) | {"method": method, "temperature": temperature}
-    names = ("task", "id", "domain", "method", "temperature", "prompt_ids", "output_ids", "rounds")
-    clock = ("finish_reason", "seconds", "measured_seconds")
-    return json.dumps({name: facts[name] for name in (*names, *clock)})
-
-
-def format_summary_line(report: EvalReport, out: Path) -> str:
-    """JSON: the fastest method of each temperature, pooled over tasks, the greedy verdict, failed prompts."""
-    best = {}
-    for m in sorted(report.pooled, key=lambda m: (m.temperature, m.speedup.value or 0.0)):
-        best[f"{m.temperature:g}"] = {
-            "name": m.name,
-            "tau": m.tau.value,
-            "alpha": m.alpha.value,
-            "speedup": m.speedup.value,
-            "speedup_ci": m.speedup.ci,
-        }
-    exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy and not m.simulated]
-    verdicts = [m.lossless.greedy_identical for m in exact]
-    return json.dumps(
-        {
-            "report": str(out / "report.json"),
-            "best": best,
-            "greedy_identical": all(verdicts) if verdicts else None,
-            "failed": len({(f.task, f.id) for m in report.pooled for f in m.failed}),
-            "law": None if report.law is None else report.law.passed,
-        }
-    )
-
-
-def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
-    """UserError for a draft that cannot draft what its method asks for, such as more tokens than Medusa has heads."""
-    for method in methods:
-        if method.draft is not None and simulated_alpha(method) is None:
-            for temperature in s.temperatures:
-                check_request(method.draft, method.k, SamplingParams(temperature, s.top_k, s.top_p))
+from eval.settings.evaluation import EvalConfig
 
 
 def main(s: EvalConfig) -> None:
-    config.check(s)
+    from decode.distributed.placement import run_placed  # these load torch: --help does without
+    from eval.benchmark.config import check
+    from eval.measuring import measure
+
+    check(s)
     run_placed(s.placement, partial(measure, s))
-
-
-def measure(s: EvalConfig) -> None:
-    """Measures the methods and writes the report, or goes on where an earlier start stopped."""
-    loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
-    target = use_template(loaded, s.template, [m.draft for m in s.methods])
-    if s.original:
-        check_original(s.original, target)
-    build_matcher(s.constraint, target)
-    methods = build_methods(s, target)  # every mistake shows before the folder is changed
-    baselines.check(s, target, methods)
-    check_requests(s, methods)
-    items = [item for task in s.tasks for item in loading.load_task_prompts(task, target)]
-    forms = dict.fromkeys(f"{item.task}: {item.form}" for item in items if item.form)
-    with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(s)) as run:
-        out = run.path
-        checksums = draft_checksums(s.methods)
-        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
-        for line in forms:
-            Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-        with progress_bars() as progress:
-            report, lines = evaluate(s, target, journal, progress)
-        outputs = out / "outputs.jsonl"
-        files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
-        write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
-    Console().print(terminal_table(report))
-    print(format_summary_line(report, out))
 
 
 if __name__ == "__main__":

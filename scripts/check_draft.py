@@ -21,8 +21,6 @@ from rich.table import Table
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.serving.checker import ENGINES, check_draft_files
-from decode.serving.rules import IGNORED
 
 
 @dataclass
@@ -41,6 +39,10 @@ class CheckDraftConfig:
 
 def main(s: CheckDraftConfig) -> None:
     """Prints the findings; exit code 1 if one of them is `refused` or `silent`."""
+    # These load torch: --help does without.
+    from decode.serving.checker import ENGINES, check_draft_files
+    from decode.serving.rules import IGNORED
+
     if not s.draft or not s.engine:
         raise UserError(f"give a draft's folder and --engine, one of {', '.join(ENGINES)}")
     findings = check_draft_files(s.draft, s.engine, s.engine_version, s.target)

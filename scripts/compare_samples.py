@@ -30,7 +30,6 @@ from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from eval.metrics.bootstrap import Array
 from scripts.lab.cells import finish
-from train.data.manifest import load_set
 
 
 @dataclass
@@ -61,6 +60,8 @@ class AnswerSet:
 
 def read_answers(folder: str) -> tuple[AnswerSet, dict[str, int]]:
     """The answers of a set and its counts. UserError for a set that is not finished or damaged."""
+    from train.data.manifest import load_set  # loads torch: --help does without
+
     manifest, rows = load_set(Path(folder))
     tokens, ended = {}, {}
     for row in rows:

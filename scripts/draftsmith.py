@@ -1,4 +1,4 @@
-"""One command over all others: `draftsmith eval --help` is `python eval/run.py --help`.
+"""One command over those used most: `draftsmith eval --help` is `python eval/run.py --help`.
 
     draftsmith sample --target T --sources '[{kind: file, path: prompts.jsonl}]' --out S
     draftsmith doctor S --target T

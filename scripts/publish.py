@@ -13,6 +13,7 @@ upload. The last line is JSON.
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -26,14 +27,9 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode.checkpoints.draft_folder import read_metadata
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_inputs_outside
-from decode.model.fingerprint import TargetRecord
-from decode.serving.checker import check_draft_files
-from train.hub import publish, upload
-from train.hub.evidence import read_evidence
 from train.settings.training import HubLabels
 from train.trainer.settings import DistillConfig
 
@@ -81,6 +77,9 @@ class PublishConfig:
 
 def main(s: PublishConfig) -> None:
     """Writes the folder, shows it, and uploads it with `push`."""
+    from train.hub import publish, upload  # these load torch: --help does without
+    from train.hub.evidence import read_evidence
+
     if (s.draft == "") == (s.samples == ""):
         raise UserError("give either --draft or --samples, a folder")
     upload.check_repo_id(s.repo)
@@ -97,7 +96,7 @@ def main(s: PublishConfig) -> None:
         folder = publish.build_draft_folder(
             draft, evidence, s.repo, s.labels, out, DistillConfig, check_engines(s.draft)
         )
-    print_folder(folder)
+    print_folder(folder.path, folder.left_out)
     try:
         sent = upload.push(folder, s.repo, s.private) if s.push else None
     except (KeyboardInterrupt, Terminated) as error:
@@ -109,23 +108,27 @@ def main(s: PublishConfig) -> None:
 
 def check_engines(draft: str) -> dict[str, list[str]]:
     """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
-    target = (read_metadata(draft).target or TargetRecord()).name
-    local_target = target if Path(target, "config.json").is_file() else ""
+    from decode.checkpoints.draft_folder import read_metadata
+    from decode.serving.checker import check_draft_files
+
+    target = read_metadata(draft).target
+    name = "" if target is None else target.name
+    local_target = name if Path(name, "config.json").is_file() else ""
     found = {}
-    for name, engine in CHECKED_ENGINES.items():
+    for title, engine in CHECKED_ENGINES.items():
         findings = check_draft_files(draft, engine, target=local_target)
-        found[name] = [f"{f.effect}: {f.what}" for f in findings]
+        found[title] = [f"{f.effect}: {f.what}" for f in findings]
     return found
 
 
-def print_folder(folder: upload.PublishFolder) -> None:
+def print_folder(folder: Path, left_out: Sequence[str]) -> None:
     """Prints the folder as a tree with sizes, the names that were left out, and the card."""
-    console, tree = Console(), Tree(Text(f"{folder.path}/"))
-    add_to_tree(tree, folder.path)
+    console, tree = Console(), Tree(Text(f"{folder}/"))
+    add_to_tree(tree, folder)
     console.print(tree)
-    if len(folder.left_out) > 0:
-        console.print(Text(f"left out: {', '.join(folder.left_out)}", style="dim"))
-    text = (folder.path / "README.md").read_text(encoding="utf-8")
+    if len(left_out) > 0:
+        console.print(Text(f"left out: {', '.join(left_out)}", style="dim"))
+    text = (folder / "README.md").read_text(encoding="utf-8")
     console.print(Markdown(text.split("\n---\n", 1)[1]))
 
 

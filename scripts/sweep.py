@@ -34,13 +34,15 @@ from decode.common.errors import UserError
 from decode.common.settings import to_yaml
 from scripts.lab.sweep_plan import SweepConfig, plan_trials
 from scripts.lab.sweep_pool import TrialPool, check_launch
-from scripts.lab.sweep_results import collect_results, write_results
 
 COMMAND = "scripts/sweep.py"
 
 
 def main(s: SweepConfig) -> None:
     """Runs what is missing and writes the table. UserError at the end if trials failed."""
+    # This loads matplotlib: --help does without.
+    from scripts.lab.sweep_results import collect_results, write_results
+
     out = Path(s.out)
     run_dir.check_folder(out)
     trials = plan_trials(s)

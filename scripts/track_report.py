@@ -10,16 +10,13 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import lock
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.common.settings import parse_settings, to_dict
-from eval.results.report import read_report
 from train.trainer.settings import DistillConfig
-from train.trainer.tracking import Tracker, check_tracker
 
 
 @dataclass
@@ -32,6 +29,11 @@ class TrackReportConfig:
 
 def main(s: TrackReportConfig) -> None:
     """Logs the report. UserError if it measures other weights than the run saved."""
+    # These load torch: --help does without.
+    from decode.checkpoints.draft_folder import METADATA_FILE
+    from eval.results.report import read_report
+    from train.trainer.tracking import Tracker, check_tracker
+
     run, folder = Path(s.run), Path(s.report)
     report = read_report(folder / "report.json")
     what = "the metadata of a draft of train/distill.py"

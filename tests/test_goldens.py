@@ -29,9 +29,9 @@ from decode.drafts.mirror import MirrorConfig
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target, load_target
 from eval.benchmark import config
-from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
 from eval.benchmark.methods import build_methods, fit_simulated_drafts
 from eval.reporting import render
+from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 from tests import worlds
 from tests.drafts import referee
 from tests.goldens import FOLDER, check, counted_time, difference, masked, tensors, to_text

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from decode.common.errors import UserError
 
@@ -78,6 +78,8 @@ DtypeName = Annotated[
     ),
 ]
 """The name of a dtype in settings."""
+FloatName = Literal["float32", "bfloat16", "float16"]
+"""The dtypes that weights are written in."""
 
 
 def at_least(low: float, most: float = LARGEST) -> Range:

@@ -1,4 +1,4 @@
-"""Settings of the target that commands share: which one, where its weights are, and how its tokens are sampled.
+"""Settings of the target that commands share: which one, where its weights are, and which tokens it may write.
 
 Nothing here imports torch, so that commands can say their --help at once.
 """
@@ -26,6 +26,19 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class ConstraintConfig:
+    """What texts are allowed; at most one of the three."""
+
+    json_schema: str = ""
+    """A JSON schema: a file, or the schema itself, {…}. `"x-guidance": {"whitespace_flexible": false}` in it forbids
+    optional white space, which forces more tokens."""
+    regex: str = ""
+    """A regular expression that the whole text matches."""
+    grammar: str = ""
+    """A file with a Lark grammar in the dialect of llguidance; its rule `start` is the whole text."""
 
 
 @dataclass(frozen=True)

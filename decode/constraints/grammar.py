@@ -5,7 +5,6 @@ The latter are of llguidance, which is optional: extra `grammar`.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError, first_line
 from decode.common.files import read_text
+from decode.common.target_settings import ConstraintConfig
 from decode.model.loading import Target
 
 
@@ -40,19 +40,6 @@ class Matcher:
 
 
 # ---- llguidance ----
-
-
-@dataclass(frozen=True)
-class ConstraintConfig:
-    """What texts are allowed; at most one of the three."""
-
-    json_schema: str = ""
-    """A JSON schema: a file, or the schema itself, {…}. `"x-guidance": {"whitespace_flexible": false}` in it forbids
-    optional white space, which forces more tokens."""
-    regex: str = ""
-    """A regular expression that the whole text matches."""
-    grammar: str = ""
-    """A file with a Lark grammar in the dialect of llguidance; its rule `start` is the whole text."""
 
 
 class LLGuidanceMatcher(Matcher):

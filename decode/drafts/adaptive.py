@@ -16,15 +16,15 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.common.ranges import Share, above, check_ranges
+from decode.common.ranges import Share, check_ranges
 from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal
 from decode.drafts.drafting import discard_draws
+from decode.drafts.settings import CONFIDENCE, Milliseconds
 from decode.drafts.wrappers import DraftWrapper
 from decode.verification.rules import NO_DRAFT
 
@@ -131,10 +131,7 @@ class RoundTimes:
 
 # ---- the draft ----
 
-CONFIDENCE = 0.3
-"""Default of AdaptiveConfig.confidence."""
 WAYS = ("confidence", "acceptance", "both")
-Milliseconds = Annotated[float, above(0)]
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero, at_least, check_ranges
+from decode.common.ranges import check_ranges
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.branches import (
     BranchSet,
@@ -34,6 +34,7 @@ from decode.drafts.branches import (
 )
 from decode.drafts.causal import CausalDraft
 from decode.drafts.drafting import discard_draws
+from decode.drafts.settings import MirrorConfig
 from decode.drafts.wrappers import DraftWrapper
 from decode.model.hidden_states import LMHead
 from decode.model.layer_stack import check_exit, final_norm, layer_stack
@@ -96,22 +97,6 @@ class OverlapCounts:
 
 
 # ---- the draft ----
-
-MAX_BRANCHES = 16
-
-
-@dataclass(frozen=True)
-class MirrorConfig:
-    """Where the target's pass is read, and how many outcomes are drafted for."""
-
-    exit_layer: CountOrZero = 0
-    """Draft the next proposal while the target verifies this one: behind the outcomes that are most probable by the
-    target's first `exit_layer` layers. For small language models as drafts, on a CPU; 0: draft after verification."""
-    branches: Annotated[int, at_least(0, MAX_BRANCHES)] = 2
-    """Bonus tokens drafted for at each of the K + 1 positions. 0: the draft goes on behind its own proposal from the
-    beginning of the target's pass, as if all of it would be accepted."""
-    overlap: bool = True
-    """Draft in a second thread, each with half of the cores; false: the target waits (for measurements)."""
 
 
 class MirrorDraft(DraftWrapper):

@@ -8,44 +8,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object, write_atomically
-from decode.common.ranges import Count, CountOrZero, Seed, Share, at_least, check_ranges
+from decode.common.ranges import check_ranges
+from decode.drafts.settings import SwiftConfig
 
 POOL = 256
 """Random sets among which a Bayesian step chooses."""
 KAPPA, NOISE = 2.5, 1e-2
 """Weight of the uncertainty in a Bayesian step; variance of a score's noise."""
-
-
-@dataclass(frozen=True)
-class SwiftConfig:
-    """Settings of SWIFT. The defaults are those of its authors."""
-
-    skip_threshold: Share = 0.8
-    """Drafting stops behind a token to which the draft gives less probability. It is no threshold for layers."""
-    min_layers: CountOrZero = 0
-    """Layers' worth of sub-layers that are never skipped, the first and the last included."""
-    adaptive: bool = True
-    """Search for a better set while decoding; False: keep the one at hand."""
-    ratio: Share = 0.45
-    """Share of the sub-layers between the first and the last layer that is skipped."""
-    window: Count = 32
-    """Tokens of an answer on which a set is tried."""
-    max_iterations: CountOrZero = 1000
-    """Sets that are tried at most."""
-    tolerance: Count = 300
-    """Sets tried without improvement after which the search ends."""
-    max_score: Share = 0.93
-    """Score at which the search ends."""
-    bayes_every: Annotated[int, at_least(2, 10_000)] = 25
-    """Every such set is chosen by Bayesian optimisation, the others at random."""
-    seed: Seed = 0
 
 
 @dataclass

@@ -9,5 +9,6 @@
   prometheus: /metrics
 - running/: engines that run: started, asked and ended
 
-It may import all of decode/ but the commands; the rest of decode/ does not import it.
+It may import decode/'s common, model, verification, checkpoints, drafts and engine; the rest of decode/ does not import
+it.
 """

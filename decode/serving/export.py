@@ -10,19 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from decode.checkpoints import draft_folder, draft_vocab, eagle_layouts, importers, layouts
-from decode.checkpoints.draft_folder import DraftMetadata, check_vocabulary, draft_sha256
+from decode.checkpoints.draft_folder import (
+    DraftMetadata,
+    check_vocabulary,
+    draft_sha256,
+    read_metadata,
+)
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
+from decode.common.ranges import FloatName
+from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.causal import load_ids
+from decode.drafts.registry import draft_family
+from decode.model.fingerprint import TargetRecord
 from decode.model.formats.adapters import TOKENIZER_FILES
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import (
+    NUMBER_TYPES,
     adapter_folder,
     head_is_misstated,
     load_config,
     load_model,
     load_target,
+    load_tokenizer,
     model_folder,
+    tokenizer_fingerprint,
 )
+from decode.model.names import check_name
+from decode.serving import gguf_export, gguf_heads
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the name of their file."""
@@ -129,6 +144,7 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str, k: int) -> Export
 
 LAYOUTS = {"flat": to_flat, "speculators": to_speculators, "medusa-legacy": to_medusa_legacy}
 """By the names in settings; K is what the speculators format records."""
+HEAD_FORMATS, CAUSAL_FORMATS = (*LAYOUTS, "gguf"), ("hf", "gguf")
 
 
 def export_hf(path: str, name: str, out: Path) -> None:
@@ -166,3 +182,55 @@ def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:
     if metadata.is_known:
         before, now = draft_sha256(path), draft_sha256(str(out))
         draft_folder.write_metadata(out, replace(metadata, draft_sha256=now, exported_from=before))
+
+
+def export_draft(
+    draft: str, layout: str, out: Path, given: str, k: int, dtype: FloatName
+) -> list[str]:
+    """Writes a copy of the draft into the new folder `out`; returns lines that say what was written.
+
+    The target's name is `given`, else the one in draftsmith.json. UserError for a layout that the draft's family does
+    not have.
+    """
+    check_folder(out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty: name a new folder with --out")
+    if given:
+        check_name(given, "target")
+    path = gguf_folder(draft, dtype=NUMBER_TYPES["float32"]) or importers.resolve_folder(draft)
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
+    family, facts = draft_family(path), read_metadata(path)
+    target = given or (facts.target or TargetRecord()).name
+    if layout not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
+        raise UserError(
+            f"a draft of family {family} has no layout {layout!r}: hf is for causal drafts, gguf for both, the "
+            "others are for heads"
+        )
+    with replace_folder(out) as folder:
+        if layout == "gguf":
+            folder.mkdir(parents=True, exist_ok=True)
+            if family == "causal":
+                gguf_export.write_gguf(path, folder / "model.gguf", dtype, given)
+            else:
+                gguf_heads.write_head(path, folder / "model.gguf", target, dtype)
+        elif layout == "hf":
+            export_hf(draft, target, folder)
+            if facts.is_known:  # the target's tokenizer may have more tokens
+                own = tokenizer_fingerprint(load_tokenizer(target))
+                facts = replace(facts, tokenizer_hash=own)
+        else:
+            checkpoint = importers.read_checkpoint(path)
+            layouts.write_checkpoint(folder, *LAYOUTS[layout](checkpoint, target, k))
+        if layout != "gguf":  # a folder with a GGUF alone loads as that model
+            write_metadata(path, facts, folder)
+    files = ", ".join(sorted(file.name for file in out.iterdir()))
+    lines = [f"{family} in the {layout} layout: {files}"]
+    vocab = draft_vocab.VOCAB_FILE
+    if layout in CAUSAL_FORMATS and (Path(path) / vocab).is_file():
+        lines.insert(
+            0,
+            f"note: tokens outside {vocab}, which were not trained, got the mean row of the LM head: engines that "
+            "compute all of it never find one of them most probable",
+        )
+    return lines

@@ -7,7 +7,7 @@ the two halves of a rotation alternate; those of other architectures stay as tra
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 
 from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_tokens
 from decode.common.errors import UserError
+from decode.common.ranges import FloatName
 from decode.drafts.causal import load_ids
 from decode.model.formats.gguf_files import PRE_TOKENIZERS
 from decode.model.loading import end_ids, load_config, load_model, load_tokenizer
 from decode.model.vocabularies import disagreement
 
 Array = np.ndarray[Any, Any]
-GgufType = Literal["float32", "float16", "bfloat16"]
 """What matrices are stored as; vectors are float32 always."""
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
@@ -36,7 +36,7 @@ TYPES = {
 OTHER_CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 
 
-def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = "") -> None:
+def write_gguf(name: str, out: Path, dtype: FloatName = "float32", target: str = "") -> None:
     """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`. With
     `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's are
     silenced (`silence_other_tokens`). UserError for an architecture, a RoPE or a tokenizer that is not written here,
@@ -81,7 +81,7 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
 
 
 def write_file(
-    writer: gguf.GGUFWriter, name: str, config: Any, tensors: Mapping[str, Array], dtype: GgufType
+    writer: gguf.GGUFWriter, name: str, config: Any, tensors: Mapping[str, Array], dtype: FloatName
 ) -> None:
     """Writes the file, with what `writer` was given before: matrices as `dtype`, vectors in float32, whole numbers as
     they are."""

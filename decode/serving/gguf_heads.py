@@ -12,19 +12,20 @@ import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
+from decode.common.ranges import FloatName
 from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model.loading import end_ids, load_config, load_tokenizer
 from decode.serving import gguf_export
 from decode.serving import llamacpp_engine as llamacpp
-from decode.serving.gguf_export import Array, GgufType
+from decode.serving.gguf_export import Array
 from decode.serving.rules import check_rules, read_draft, read_target
 from decode.serving.target_outline import load_without_target
 
 KeyValue = int | bool | list[int]
 
 
-def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -> None:
+def write_head(name: str, out: Path, target: str, dtype: FloatName = "float32") -> None:
     """Writes the heads in the folder or on the Hub `name` to the file `out`, matrices as `dtype`. UserError, before
     anything is written, for heads that llama.cpp's graph does not compute, for a target whose states it does not hand
     out, for heads that do not load here, and for a tokenizer that is not written here."""

@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from decode.common.errors import UserError
 
+Format = Literal[
+    "auto", "vllm", "sglang", "llamacpp", "draftsmith"
+]  # who wrote a log; auto: found out
 Response = Mapping[str, Any]  # an engine's answer to one request, as it came
 
 

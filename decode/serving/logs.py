@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from decode.common.errors import UserError
 from decode.common.files import parse_json, parse_jsonl, read_text
@@ -16,6 +16,7 @@ from decode.serving.engine import LogReader
 from decode.serving.log_counts import (
     EngineLog,
     FailedRequest,
+    Format,
     RequestCounts,
     Response,
     by_position,
@@ -24,7 +25,6 @@ from decode.serving.log_counts import (
     part,
 )
 
-Format = Literal["auto", "vllm", "sglang", "llamacpp", "draftsmith"]
 OWN = "draftsmith"
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PREFIX, END = "data:", "[DONE]"  # what begins a server-sent event, and the last event of a stream

@@ -1,11 +1,11 @@
 """Decodes the prompts of tasks with several methods and times them.
 
-- config: the settings of eval/run.py. methods: a draft at one setting, built from the settings.
+- config: checks of the settings of eval/run.py. methods: a draft at one setting, built from the settings.
 - timing: the loop that times methods in turn. turns: what was measured of a turn, and which are repeated.
 - untimed_passes: acceptance, phases and GPU utilisation.
 - journal: finished measurements on disk. multi_turn: prompts whose history holds the target's answers.
 - simulated_draft: a draft with a configured acceptance.
 - baselines: other engines on the same prompts.
 
-May import eval.metrics, eval.results, eval.tasks and decode.
+May import eval.settings, eval.metrics, eval.results, eval.tasks and decode.
 """

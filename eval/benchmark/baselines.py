@@ -34,12 +34,13 @@ from decode.model.seq2seq import (
 )
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
-from eval.benchmark.config import EvalConfig, requested_engines
+from eval.benchmark.config import requested_engines
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
 from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
 from eval.results.report import EngineResult, FailedPrompt
+from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import StopMatcher, trim_at_stop
 

@@ -1,22 +1,14 @@
 """The journal of an evaluation: of which target and drafts its measurements are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from decode.common.journal import Journal
-from decode.common.run_dir import RunFolder, RunSettings, refuse_change
+from decode.common.run_dir import RunFolder, refuse_change
 from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference
 
 TARGETS, DRAFTS = ["target"], ["drafts"]
 """Keys of what was measured: the targets, the last one that of now, and the checksums of drafts."""
-
-
-@dataclass
-class MeasuringSettings(RunSettings):
-    allow_changed: bool = False
-    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
-    know that both decode alike; what is written says that it has measurements of both."""
 
 
 def open_journal(

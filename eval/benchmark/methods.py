@@ -17,9 +17,10 @@ from decode.engine.composing import add_lookup, make_adaptive, make_mirror
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
-from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig, adaptive_config
+from eval.benchmark.config import adaptive_config
 from eval.benchmark.simulated_draft import SimulatedDraft
 from eval.results.report import AdaptiveRecord, LookupRecord, MirrorRecord, TreeRecord
+from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 from eval.tasks.loading import TaskPrompt
 
 

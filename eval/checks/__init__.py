@@ -5,5 +5,5 @@
 - answer_quality: scores of answers that have a reference; sandbox: runs code that a model wrote.
 - target_drift: a target that was trained itself, or has another dtype, against the original target.
 
-May import eval.metrics, eval.results, eval.tasks, eval.benchmark and decode.
+May import eval.settings, eval.metrics, eval.results, eval.tasks, eval.benchmark and decode.
 """

@@ -34,7 +34,6 @@ from decode.model.seq2seq import answer_logits
 from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
-from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method, simulated_alpha
 from eval.metrics.bootstrap import Array
 from eval.metrics.distribution_tests import (
@@ -45,6 +44,7 @@ from eval.metrics.distribution_tests import (
     minimum_detectable_shift,
 )
 from eval.results.report import LawResult, LawTest, LawVerdict
+from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16

@@ -8,6 +8,7 @@
 - decision: whether to switch speculative decoding on; checklist: the production checklist;
   advice: both of them together, as `eval/advise.py` prints them.
 - render: writes report.json, report.md, report.html (template: report.html.j2) and speculation_profile.json.
+- readme_table: what scripts/readme_table.py does.
 
 May import eval.metrics, eval.results and decode, nothing else of eval.
 """

@@ -1,10 +1,12 @@
 """What another engine makes of a draft, beside ours.
 
-- scoring: τ, α and acceptance rate of an engine's log, pooled and as a mean over requests; whether two logs are apart.
-- parity: the same draft and prompts there and here, prompt by prompt (scripts/referee.py, scripts/llamacpp_parity.py).
-- audit: which way of reading a draft's files gives what an engine serves (scripts/audit.py). reading: one way, and
-  edits of files; suspects: those of each family.
+- scoring: τ, α and acceptance rate of an engine's log, pooled and as a mean over requests; whether two logs are apart;
+  rescoring: what eval/rescore.py does with it.
+- parity: the same draft and prompts there and here, prompt by prompt. referee, llamacpp: what scripts/referee.py and
+  scripts/llamacpp_parity.py do.
+- audit: which way of reading a draft's files gives what an engine serves; auditing: what scripts/audit.py does.
+  reading: one way, and edits of files; suspects: those of each family.
 - mistakes: known mistakes of exporters, with the rules that find them and the suspects that name them.
 
-May import eval.metrics, eval.tasks and decode.
+May import eval.settings, eval.metrics, eval.tasks, eval.reporting, eval.forecasting and decode.
 """

@@ -30,8 +30,9 @@ from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_
 from decode.serving.running import vllm_client
 from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
 from eval.served import suspects
-from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts, tau
+from eval.served.parity import BATCH_ROWS, counts_json, decode_counts, tau
 from eval.served.reading import AS_WRITTEN, Reading, copy_files
+from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt
 
 LEVEL = 0.05  # p-value below which two sides accept differently. Gains of several readings share it

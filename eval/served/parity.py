@@ -5,9 +5,9 @@ Greedily each prompt is compared, at a temperature the acceptance by position ov
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from rich.table import Table
 
 from decode.common import provenance
 from decode.common.files import write_atomically
-from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
@@ -26,44 +25,14 @@ from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
 from eval.metrics.distribution_tests import POWER, run_permutation_test
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+from eval.settings.evaluation import Task
+from eval.settings.served import RefereeConfig
+from eval.tasks.loading import TaskPrompt, load_task_prompts
 
 SIGNIFICANCE_LEVEL = 1e-3  # the p-value below which the acceptance of two sides counts as different
 MIN_PROMPTS = 24
 """Prompts at a temperature. With fewer, the permutation test has too few permutations for a small p-value."""
 BATCH_ROWS = 16  # batch size of our engine at a temperature
-
-
-@dataclass
-class RefereeConfig:
-    draft: str = ""
-    """A draft's folder; may stand first without --draft."""
-    target: str = "assets/target"
-    """The target's folder or Hub name."""
-    python: str = ""
-    """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
-    tasks: list[Task] = field(default_factory=list)
-    """Empty: the bundled tasks, 4 prompts of each, 16 at a temperature."""
-    k: DraftLength = 4
-    """Tokens drafted a round."""
-    max_new_tokens: Count = 64
-    """Tokens decoded for each prompt."""
-    margin: Annotated[float, at_least(0)] = 1e-3
-    """Greedy: gap of the target's two best logits below which a difference counts as a tie."""
-    temperature: Temperature = 0.0
-    """0 is greedy."""
-    draws: Count = 4
-    """At a temperature: how often each prompt is decoded."""
-    seed: Seed = 0
-    """Of the sampling on both sides and of the permutation test."""
-    control: bool = False
-    """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
-    repair: bool = True
-    """At a temperature: repair the broken sampling of vLLM's CPU build first."""
-    forecast: bool = False
-    """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
-    out: str = ""
-    """File for the JSON of the last line; empty writes none."""
 
 
 def load_prompts(tasks: Sequence[Task], limit: int, target: Target) -> list[TaskPrompt]:

@@ -5,5 +5,5 @@
 - row_files: the files and data sets that rows come from.
 - stop_strings: ends answers at a task's stop strings.
 
-May import decode, and nothing else of eval.
+May import eval.settings and decode.
 """

@@ -8,13 +8,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero
 from decode.model.loading import Target
 from decode.model.vocabularies import check_embedded
+from eval.settings.evaluation import Task
 from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS,
@@ -26,31 +25,6 @@ from eval.tasks.dataset_specs import (
     render_template,
 )
 from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
-
-
-@dataclass
-class Task:
-    """A named set of prompts."""
-
-    name: str
-    """code, prose, arithmetic and json are bundled; mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail, wmt-en-de
-    and alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need
-    a path."""
-    path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name.
-    Without a spec its rows hold `turns` (the user's messages, in order), else `messages` (a chat, maybe as JSON),
-    `prompt` and others, as training reads them, and maybe `tools`, `chat_template_kwargs`, `id` and `domain`; the
-    paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
-    split: str = ""
-    """Which split of a Hub data set or of a folder; empty: the spec's, else test, or the only one that there is."""
-    kind: str = ""
-    """Name of the spec to read the file by, where `name` is not one."""
-    limit: CountOrZero = 0
-    """Number of prompts (or chats) to take from the start; 0 takes all."""
-    turns: CountOrZero = 0
-    """Number of turns of a chat to take; 0 takes all."""
-    too_long: Literal["refuse", "fail"] = "refuse"
-    """For a prompt that leaves no room in the target's context: refuse ends the command, fail reports it as failed."""
 
 
 @dataclass(frozen=True)

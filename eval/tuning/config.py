@@ -1,82 +1,25 @@
-"""The settings of eval/tune.py, and the stages of its sweep."""
+"""The checks of the settings of eval/tune.py, and the stages of its sweep."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
-from typing import ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.common.ranges import (
-    Count,
-    CountOrZero,
-    DraftLength,
-    Temperature,
-    TopP,
-    TreeNodes,
-    TreeWidth,
-)
-from decode.common.target_settings import TargetSettings
-from decode.common.template_choice import TemplateSetting
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config
-from eval.benchmark.config import MethodConfig, TreeConfig
-from eval.benchmark.journal import MeasuringSettings
 from eval.benchmark.methods import Method, build_draft, follows_tree_shape
 from eval.benchmark.timing import TimingContext
+from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig, TuneConfig
 from eval.tasks import loading
-from eval.tasks.loading import Task, TaskPrompt
+from eval.tasks.loading import TaskPrompt
 from eval.tuning.sweep import SweepStage, measure_rank_accuracy
 
 TUNED_EXIT = "early-exit"
 """The method whose number of layers is tuned; a trained exit has the one that it was trained for."""
-
-
-@dataclass
-class TuneConfig(MeasuringSettings, TargetSettings):
-    COMMON: ClassVar[str] = (
-        "target methods tasks ks batch_sizes temperatures max_new_tokens dtype out"
-    )
-
-    out: str = "outputs/tune"
-    methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
-    """Drafts to tune, with the fields of eval/run.py's methods; their own k and tree are not used."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
-    )
-    """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
-    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
-    """0 is greedy."""
-    ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
-    """Draft lengths to try at batch 1."""
-    layers: list[Count] = field(default_factory=list)
-    """early-exit: numbers of the target's first layers to try, each with every draft length; []: the method's own."""
-    calibrate: list[DraftLength] = field(default_factory=lambda: [2, 6])
-    """The two draft lengths that the others are predicted from."""
-    tree_nodes: list[TreeNodes] = field(default_factory=lambda: [8, 16])
-    """Nodes of trees to try at batch 1, both grown by confidence and best fixed ones; [] tries none."""
-    tree_width: TreeWidth = 4
-    """Children tried of a node."""
-    tree_levels: DraftLength = 5
-    """Depth of trees."""
-    batch_sizes: list[Count] = field(default_factory=lambda: [2, 4, 8, 16, 32])
-    """Prompts decoded together, besides 1; [] tries none."""
-    batch_ks: list[DraftLength] = field(default_factory=lambda: [1, 2, 4])
-    """Draft lengths to try in batches, where the best ones are shorter."""
-    top_k: CountOrZero = 0
-    """0 keeps all tokens."""
-    top_p: TopP = 1.0
-    """1 keeps all tokens."""
-    max_new_tokens: Count = 64
-    """Longest answer."""
-    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
-    """compiled and graph take a minute or more for each setting; captured and graph need a GPU."""
 
 
 def check_config(s: TuneConfig) -> None:
@@ -104,13 +47,11 @@ def check_config(s: TuneConfig) -> None:
         raise UserError("simulated acceptance cannot be tuned: drop alpha from the methods")
 
 
-def to_eval_config(s: TuneConfig) -> config.EvalConfig:
+def to_eval_config(s: TuneConfig) -> EvalConfig:
     """The settings of eval/run.py for the same measurement."""
-    shared = {field.name for field in fields(s)} & {
-        field.name for field in fields(config.EvalConfig)
-    }
+    shared = {field.name for field in fields(s)} & {field.name for field in fields(EvalConfig)}
     own = {"out", "overwrite", "allow_changed"}
-    return config.EvalConfig(**{name: vars(s)[name] for name in shared - own})
+    return EvalConfig(**{name: vars(s)[name] for name in shared - own})
 
 
 def load_methods(s: TuneConfig, target: Target) -> list[Method]:

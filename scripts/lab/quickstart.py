@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -19,8 +20,9 @@ if not __package__:
 from decode.common.files import write_atomically
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_estimate, format_number
-from eval.reporting.summary import lossless_verdict
-from eval.results.report import EvalReport, read_report
+
+if TYPE_CHECKING:
+    from eval.results.report import EvalReport
 
 FRAME = """\
 Turn each order into one JSON object with the keys customer, city, items and express.
@@ -29,7 +31,7 @@ JSON: {"customer": "Paul Wagner", "city": "Hamburg", "items": [{"product": "umbr
 {"product": "table cloth", "quantity": 1}], "express": true}
 Order: ORDER
 JSON:"""
-COUNTS = {"train": 96, "eval": 24}
+COUNTS = {"train": 64, "eval": 24}
 ORDERS = {
     "train": """\
 NAME here, I live in CITY. I would like N1 P1s and N2 P2s. WHEN
@@ -85,8 +87,10 @@ def write_prompts(folder: Path) -> None:
         write_atomically(folder / f"{part}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def seen(report: EvalReport) -> str:
+def seen(report: "EvalReport") -> str:
     """What was measured of the trained draft and of the one it began with, and whether that is more than chance."""
+    from eval.reporting.summary import lossless_verdict  # loads torch: the prompts do without
+
     found = next(c for c in report.comparisons if c.task == ALL_TASKS)
     low, high = found.difference.ci or (0.0, 0.0)
     if low > 0:
@@ -115,8 +119,13 @@ def seen(report: EvalReport) -> str:
 
 
 if __name__ == "__main__":
-    command, path = sys.argv[1:]
-    if command == "prompts":
-        write_prompts(Path(path))
-    else:
-        print(seen(read_report(Path(path))))
+    match sys.argv[1:]:
+        case ["prompts", path]:
+            write_prompts(Path(path))
+        case ["seen", path]:
+            from eval.results.report import read_report
+
+            print(seen(read_report(Path(path))))
+        case words:
+            print((__doc__ or "").strip())
+            sys.exit(0 if words == ["--help"] else 2)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model.loading import load_model, load_tokenizer
 from eval.benchmark.timing import synchronize
+from scripts.lab.settings import CompareTrainersConfig
 from train.data import mixture
 from train.data.batching import supervised_positions
 from train.data.sample_store import SampleRow
@@ -133,11 +134,10 @@ class StepTimer:
         }
 
 
-def train_reference(s: Any, kind: str, net: Eagle3Model | None = None) -> dict[str, float]:
-    """Runs trainer, gkd, gkd-on-policy or eagle3-trainer, which trains `net`. Returns `StepTimer.results`.
-
-    `s` is the CompareTrainersConfig.
-    """
+def train_reference(
+    s: CompareTrainersConfig, kind: str, net: Eagle3Model | None = None
+) -> dict[str, float]:
+    """Runs trainer, gkd, gkd-on-policy or eagle3-trainer, which trains `net`. Returns `StepTimer.results`."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments

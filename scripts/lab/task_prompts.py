@@ -24,9 +24,8 @@ from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text, write_atomically
 from decode.common.ranges import CountOrZero
 from decode.common.run_dir import RunSettings, open_run
-from decode.model.loading import load_tokenizer
 from eval.tasks.row_files import load_hub_dataset
-from train.data import manifest, python_corpus
+from train.data import python_corpus
 
 COMMAND = "scripts/lab/task_prompts.py"
 OWNED_FILES = ("math.jsonl", "code.jsonl", "articles.jsonl", "summaries.jsonl")
@@ -146,6 +145,9 @@ def function_stubs() -> list[str]:
 
 def read_answers(folder: Path) -> list[str]:
     """The texts that the target wrote in a sampled set, without special tokens."""
+    from decode.model.loading import load_tokenizer  # these load torch: --help does without
+    from train.data import manifest
+
     found, rows = manifest.load_set(folder)
     tokenizer = load_tokenizer(found.target)
     texts = []

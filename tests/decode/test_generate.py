@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate
+from decode import continuation, generate
 from decode.common.errors import UserError
+from decode.continuation import styled_spans, summary_line
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import pick_draft
+from decode.drafts.settings import GenerateConfig
 from decode.engine.records import DecodeRecord, RoundRecord
-from decode.generate import GenerateConfig, styled_spans, summary_line
 from decode.model.loading import Target
 from tests.decode.engine.test_text_stream import llama, metaspace
 from tests.tiny import tiny_model, tiny_target
@@ -90,9 +91,9 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
             return "".join(f" {i}" for i in ids)
 
     target = replace(tiny_target(tiny_model("llama")), tokenizer=Words())
-    monkeypatch.setattr(generate, "load_target", lambda *args: target)
+    monkeypatch.setattr(continuation, "load_target", lambda *args: target)
     texts = []
-    monkeypatch.setattr(generate, "pick_draft", pick)
+    monkeypatch.setattr(continuation, "pick_draft", pick)
     ways = [("none", "", ""), ("ngram", "", ""), ("exit", "suffix", ""), ("exit", "", "both")]
     for draft, lookup, adaptive in [*ways, ("exit", "ngram", "confidence")]:
         settings = GenerateConfig(
@@ -165,9 +166,9 @@ def test_what_is_printed_is_the_text(
     """Catches characters broken, and spaces and tabs lost, where a round ends; in a terminal with colours too."""
     tokenizer, ids, text = CYCLES[kind]()
     target = cycling_target(tokenizer, ids)
-    monkeypatch.setattr(generate, "load_target", lambda *args: target)
-    monkeypatch.setattr(generate, "pick_draft", pick)
-    monkeypatch.setattr(generate, "encode_prompt", encode_last(ids))
+    monkeypatch.setattr(continuation, "load_target", lambda *args: target)
+    monkeypatch.setattr(continuation, "pick_draft", pick)
+    monkeypatch.setattr(continuation, "encode_prompt", encode_last(ids))
     settings = GenerateConfig(prompt="PROMPT", draft=draft, k=3, max_new_tokens=5 * len(ids))
     generate.main(settings)
     assert capsys.readouterr().out == f"PROMPT{text * 5}\n"
@@ -197,9 +198,9 @@ def test_rejected_tokens_show_whole_characters_alone(
         record(1, [rest[1], *ids("字")[:2]], [rest[1], *ids("!")]),
     ]
     target = replace(tiny_target(tiny_model("llama")), tokenizer=tokenizer)
-    monkeypatch.setattr(generate, "load_target", lambda *args: target)
-    monkeypatch.setattr(generate, "encode_prompt", lambda *args: ids("p"))
-    monkeypatch.setattr(generate, "speculate", lambda *args, **settings: iter(rounds))
+    monkeypatch.setattr(continuation, "load_target", lambda *args: target)
+    monkeypatch.setattr(continuation, "encode_prompt", lambda *args: ids("p"))
+    monkeypatch.setattr(continuation, "speculate", lambda *args, **settings: iter(rounds))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     generate.main(GenerateConfig(prompt="p", draft="none"))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from decode.model.loading import load_target
-from eval import fidelity
+from eval import dtype_fidelity as fidelity
 from eval.checks.target_drift import compare_on_text
-from eval.fidelity import AnsweredText, DtypeScores, FidelityConfig
+from eval.dtype_fidelity import AnsweredText, DtypeScores
+from eval.settings.evaluation import FidelityConfig
 from tests import worlds
 from tests.tiny import noisy, tiny_model, tiny_target
 from tests.worlds import World

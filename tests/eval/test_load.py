@@ -1,9 +1,11 @@
 """eval/load.py: throughput, latency and equal texts of servers with and without a draft, in turns."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from decode.common.errors import UserError
@@ -15,6 +17,7 @@ from eval.load import (
     compare,
     level_requests,
     main,
+    vllm_drafts,
 )
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn, serving
@@ -38,8 +41,7 @@ def test_a_faster_server_is_seen_as_faster(tmp_path: Path) -> None:
     """Bug: ratios upside down, requests one after the other, turns of one server only, or a level asked twice."""
     with serving(stand_in(0.15)) as slow, serving(stand_in(0.03)) as fast:
         servers = [{"name": "plain", "url": slow.url}, {"name": "draft", "url": fast.url}]
-        done = run(tmp_path / "out", servers, "--turns", 2, "--max_new_tokens", 8)
-        assert done.code == 0, done.err
+        done = run(tmp_path / "out", servers, "--turns", 2, "--max_new_tokens", 8).ok()
         rows = json.loads((tmp_path / "out" / "load.json").read_text())["levels"]
         assert [(row["at_once"], row["server"]) for row in rows] == [
             (n, name) for n in (1, 4) for name in ("plain", "draft")
@@ -55,8 +57,7 @@ def test_a_faster_server_is_seen_as_faster(tmp_path: Path) -> None:
         asked = len(slow.bodies)
         assert asked == len(fast.bodies) == 2 * (4 + 8 + 16)  # warm-up, then each level
         assert {body["max_tokens"] for body in slow.bodies} == {8}
-        again = run(tmp_path / "out", servers, "--turns", 2, "--max_new_tokens", 8)
-        assert again.code == 0, again.err
+        run(tmp_path / "out", servers, "--turns", 2, "--max_new_tokens", 8).ok()
         assert len(slow.bodies) == asked  # all of it was measured already
     assert "speed-up" in done.out
 
@@ -70,6 +71,50 @@ def test_other_answers_are_counted(tmp_path: Path) -> None:
     assert found["speedup"] == 2
 
 
+@pytest.mark.parametrize(
+    ("timings", "accepted", "warned"),
+    [
+        ({"draft_n": 4, "draft_n_accepted": 3}, "24 of 32", False),
+        ({"predicted_n": 4}, "0 of 0", True),
+        (None, "–", False),
+    ],
+)
+def test_a_server_without_its_draft_is_named(
+    timings: dict[str, int] | None, accepted: str, warned: bool, tmp_path: Path
+) -> None:
+    """Bug: a llama-server that was given a draft's file and not told to use it is reported as a draft without gain."""
+    draft = StandIn(timings=timings)
+    with serving(StandIn()) as plain, serving(draft):
+        servers = [{"name": "plain", "url": plain.url}, {"name": "draft", "url": draft.url}]
+        done = run(tmp_path / "o", servers, "--turns", 1, "--max_new_tokens", 4, "--at_once", "[1]")
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "o" / "load.json").read_text())["levels"]
+    assert rows[0]["drafted"] is None
+    counts = "–" if rows[1]["drafted"] is None else f"{rows[1]['accepted']} of {rows[1]['drafted']}"
+    assert counts == accepted
+    assert ("draft drafted no token" in done.err) == warned
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{0}drafts_total 5\n{0}draft_tokens_total 15\n{0}accepted_tokens_total 6\n", (15, 6)),
+        ("vllm:num_requests_running 1\n", None),
+        ("[]", None),
+    ],
+)
+def test_what_vllm_counts_is_read(text: str, found: tuple[int, int] | None) -> None:
+    """Bug: a server without counters of drafts ends the run, or its page is looked for below /v1."""
+
+    async def read() -> tuple[int, int] | None:
+        replies = {"http://h:1/metrics": text.format("vllm:spec_decode_num_")}
+        transport = httpx2.MockTransport(lambda asked: httpx2.Response(200, text=replies[str(asked.url)]))  # fmt: skip
+        async with httpx2.AsyncClient(transport=transport) as http:
+            return await vllm_drafts(http, "http://h:1/v1")
+
+    assert asyncio.run(read()) == found
+
+
 def test_every_server_is_asked_the_same() -> None:
     s = LoadConfig(target="t", servers=[ServedModel("a", "u"), ServedModel("b", "v")])
     assert level_requests(s, 1, 3) == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -77,11 +122,27 @@ def test_every_server_is_asked_the_same() -> None:
 
 
 SERVER = """
-import sys
-from tests.train.sampling import stand_in
-import http.server
-handler = type("Bound", (stand_in.Handler,), {"stand_in": stand_in.StandIn()})
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_forever()
+import http.server, json, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): ...
+
+    def do_GET(self):
+        self.answer({"object": "list", "data": [{"id": "tiny"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        choice = {"index": 0, "text": "abc", "finish_reason": "length"}
+        self.answer({"choices": [choice], "usage": {"completion_tokens": 4}})
+
+    def answer(self, content):
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
@@ -89,11 +150,10 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_
 def test_servers_are_started_for_their_turns(tmp_path: Path) -> None:
     """Bug: a server that is left running takes the cores of the next one's turn."""
     script = tmp_path / "server.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(worlds.ROOT)!r})\n{SERVER}")
+    script.write_text(SERVER)
     start = f"{sys.executable} {script} {{port}}"
     servers = [{"name": "plain", "start": start}, {"name": "draft", "start": start}]
-    done = run(tmp_path / "out", servers, "--turns", 1, "--max_new_tokens", 4)
-    assert done.code == 0, done.err
+    run(tmp_path / "out", servers, "--turns", 1, "--max_new_tokens", 4).ok()
     rows = json.loads((tmp_path / "out" / "load.json").read_text())["levels"]
     assert len(rows) == 4
 

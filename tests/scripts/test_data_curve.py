@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from decode.common.errors import UserError
-from scripts.lab import data_curve
+from scripts.lab import curve_runs
+from scripts.lab.settings import DataCurveConfig
 from tests import worlds
 from tests.test_stopped_commands import on_call
 from train import distill
@@ -45,7 +46,7 @@ def test_parts_are_nested_and_reach_their_sizes(seed: int) -> None:
     """Catches parts drawn one by one, and parts that stop a row early or late."""
     tokens = np.random.default_rng(9).integers(1, 40, 200).tolist()
     sizes = [30, 300, 1000, sum(tokens)]
-    parts = data_curve.nested_rows(tokens, sizes, seed)
+    parts = curve_runs.nested_rows(tokens, sizes, seed)
     for size, part in zip(sizes, parts, strict=True):
         total = sum(tokens[i] for i in part)
         assert size <= total < size + max(tokens)
@@ -57,7 +58,7 @@ def test_parts_are_nested_and_reach_their_sizes(seed: int) -> None:
 
 def test_each_seed_takes_other_rows() -> None:
     tokens = [10] * 100
-    first, again, other = (data_curve.nested_rows(tokens, [200], s)[0] for s in (0, 0, 1))
+    first, again, other = (curve_runs.nested_rows(tokens, [200], s)[0] for s in (0, 0, 1))
     assert first.tolist() == again.tolist() != other.tolist()
 
 
@@ -66,31 +67,31 @@ def test_each_seed_takes_other_rows() -> None:
 )
 def test_impossible_sizes_are_refused(sizes: list[int], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        data_curve.nested_rows([10] * 100, sizes, 0)
+        curve_runs.nested_rows([10] * 100, sizes, 0)
 
 
 def test_default_sizes_span_two_decades() -> None:
-    assert data_curve.geometric_sizes(60_000, 5, 100) == [600, 1897, 6000, 18974, 60_000]
+    assert curve_runs.geometric_sizes(60_000, 5, 100) == [600, 1897, 6000, 18974, 60_000]
 
 
 def test_a_run_trains_on_the_rows_of_its_part(data: Path) -> None:
     """Catches a limit that takes other rows than the ones whose tokens the curve counts."""
     tokens = tokens_of(data)
-    s = data_curve.DataCurveConfig(distill=DistillConfig(data=str(data)))
+    s = DataCurveConfig(distill=DistillConfig(data=str(data)))
     sizes = [sum(tokens) // 8, sum(tokens) // 2, sum(tokens)]
     for seed in (0, 3):
-        for part in data_curve.nested_rows(tokens, sizes, seed):
-            settings = data_curve.run_settings(s, 1, seed, len(part), "")
+        for part in curve_runs.nested_rows(tokens, sizes, seed):
+            settings = curve_runs.run_settings(s, 1, seed, len(part), "")
             rows, _ = mixture.load(settings.data, 512, seed=settings.seed)
             assert [row["id"] for row in rows] == [rows.whole[int(i)]["id"] for i in part]
 
 
 def test_steps_follow_from_passes_with_a_floor() -> None:
     loop = LoopConfig(batch_size=4)
-    s = data_curve.DataCurveConfig(distill=DistillConfig(loop=loop), passes=2.5, least_steps=10)
-    assert [data_curve.count_steps(s, rows) for rows in (1, 16, 17, 100)] == [10, 10, 11, 63]
+    s = DataCurveConfig(distill=DistillConfig(loop=loop), passes=2.5, least_steps=10)
+    assert [curve_runs.count_steps(s, rows) for rows in (1, 16, 17, 100)] == [10, 10, 11, 63]
     s.steps = 7
-    assert [data_curve.count_steps(s, rows) for rows in (1, 100)] == [7, 7]
+    assert [curve_runs.count_steps(s, rows) for rows in (1, 100)] == [7, 7]
 
 
 def test_prompts_of_the_data_are_not_held_out(world: worlds.World, data: Path) -> None:
@@ -102,8 +103,8 @@ def test_prompts_of_the_data_are_not_held_out(world: worlds.World, data: Path) -
     rows, _ = mixture.load(str(data), 512)
     own = load_fitting_prompts([Task("own", str(world.prompts), limit=3)], target)
     with pytest.raises(UserError, match="task 'own' is in somewhere too"):
-        data_curve.check_held_out(own, rows, "somewhere")
-    data_curve.check_held_out(load_fitting_prompts([Task("code", limit=3)], target), rows, "x")
+        curve_runs.check_held_out(own, rows, "somewhere")
+    curve_runs.check_held_out(load_fitting_prompts([Task("code", limit=3)], target), rows, "x")
 
 
 # ---- the command ----
@@ -140,8 +141,7 @@ def test_a_stopped_curve_goes_on(world: worlds.World, data: Path, tmp_path: Path
     kept = state(out)
     assert len(kept) == 4  # before training, and three points
     assert not (out / "data_curve.json").exists()
-    done = worlds.call(*map(str, command))
-    assert done.code == 0, done.err
+    done = worlds.call(*map(str, command)).ok()
     assert state(out)[: len(kept)] == kept
     curve = json.loads((out / "data_curve.json").read_text())
     check_curve(curve, data, out)
@@ -217,8 +217,7 @@ def test_heads_run_too(world: worlds.World, data: Path, tmp_path: Path) -> None:
     assert "give tasks that are held out" in worlds.call(*map(str, whole), "--tasks", own).error()
     assert "heads" in worlds.call(*map(str, command)).error()
     assert not (tmp_path / "out").exists()
-    done = worlds.call(*map(str, command), "--k", 2)
-    assert done.code == 0, done.err
+    worlds.call(*map(str, command), "--k", 2).ok()
     curve = json.loads((tmp_path / "out" / "data_curve.json").read_text())
     assert (curve["before"], curve["family"], curve["verdict"]) == ([], "medusa", "not clear")
     assert [p["steps"] for p in curve["points"]] == [2, 2]

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
+from eval.settings.evaluation import Task
 from scripts.lab import floor, floor_work
-from scripts.lab.floor import FloorConfig
+from scripts.lab.settings import FloorConfig
 from tests.tiny import tiny_model, tiny_target
 
 
@@ -49,7 +50,7 @@ def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
     """Catches a peak taken from the rounded kernel, whose products are another precision's."""
     products = {"linear": [4.0, 9.0], "packed": [5.0, 8.0], "int8": [1.0, 1.0]}
     engine = [(8.0, 1.5), (16.0, 0.5)]
-    one, many = floor.summarize([1, 100], 1000, 4000, 2e6, products, engine)
+    one, many = floor_work.summarize([1, 100], 1000, 4000, 2e6, products, engine)
     # 4,000 B at 2 MB/s; then the peak itself
     assert (one.roofline, one.product, one.kernel) == (2.0, 4.0, "linear")
     assert (many.roofline, many.product, many.kernel) == (8.0, 8.0, "packed")
@@ -58,7 +59,7 @@ def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
 
 
 def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    tasks = [floor.Task("code", limit=2)]
+    tasks = [Task("code", limit=2)]
     sizes = {"sampled_rows": [3], "samples": 2, "sample_tokens": 24}
     floor.main(FloorConfig(rows=[1, 3, 17], max_new_tokens=3, repeats=1, tasks=tasks, **sizes))
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -26,6 +26,8 @@ from decode.serving import llamacpp_engine as llamacpp
 from decode.serving.checker import check_draft_files
 from decode.serving.rules import REFUSED, SILENT, DraftFiles, TargetInfo
 from eval.served.parity import load_prompts
+from eval.settings.evaluation import Task
+from eval.settings.served import LlamaCppParityConfig
 from scripts import export, llamacpp_parity
 from tests.heads import randomise
 from tests.scripts.test_check_blocks import good as block_drafts  # noqa: F401  a fixture
@@ -358,7 +360,7 @@ FITTED: dict[str, FamilySettings] = {
 """Drafts of at least 3 tokens in a round."""
 STEPS = {"eagle3": 12, "dflash": 28, "dspark": 26}
 """So many that about half of the drafts are accepted: heads that know the texts by heart accept them from any file."""
-TASKS = [llamacpp_parity.Task("code", limit=4)]
+TASKS = [Task("code", limit=4)]
 TOKENS = 24
 
 
@@ -405,7 +407,7 @@ def compared(draft: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict
     code = 0
     try:
         llamacpp_parity.main(
-            llamacpp_parity.LlamaCppParityConfig(
+            LlamaCppParityConfig(
                 draft=str(draft), target=TARGET, server=str(SERVER), tasks=TASKS, k=3, max_new_tokens=TOKENS, margin=0.0
             )
         )  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 
 from decode.common.settings import parse_settings
 from decode.engine.engine import SpeculativeEngine
-from scripts.lab import gpu_smoke
+from scripts.lab import gpu_checks, gpu_smoke
+from scripts.lab.settings import GpuSmokeConfig
 from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401
 from tests.decode.engine.test_captured_rounds import RecordedRunner, recorded  # noqa: F401
 
@@ -23,7 +24,7 @@ def run(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "smoke.json"
     words = [*SMALL, *more, "--out", str(out)]
     with pytest.raises(SystemExit) as end:
-        gpu_smoke.main(parse_settings(gpu_smoke.GpuSmokeConfig, "", words))
+        gpu_smoke.main(parse_settings(GpuSmokeConfig, "", words))
     found: dict[str, Any] = json.loads(out.read_text())
     return int(end.value.code or 0), found
 
@@ -37,8 +38,8 @@ def captured(monkeypatch: pytest.MonkeyPatch, recorded: list[RecordedRunner]) ->
         made.mode = mode  # past the check for a GPU
         return made
 
-    monkeypatch.setattr(gpu_smoke, "SpeculativeEngine", engine)
-    monkeypatch.setattr(gpu_smoke, "modes", lambda device, compiled: ["eager", "captured"])
+    monkeypatch.setattr(gpu_checks, "SpeculativeEngine", engine)
+    monkeypatch.setattr(gpu_checks, "modes", lambda device, compiled: ["eager", "captured"])
     return recorded
 
 
@@ -82,7 +83,7 @@ def test_every_failure_is_listed_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a failed mode or step that ends the command, and an exit code 0 after one."""
-    decode_in = gpu_smoke.decode_in
+    decode_in = gpu_checks.decode_in
 
     def failing(mode: str, target: Any, draft: Any, *rest: Any) -> dict[str, Any]:
         if draft is None:
@@ -92,8 +93,8 @@ def test_every_failure_is_listed_and_the_rest_goes_on(
     def untrained(target: Any, rows: Any) -> Callable[[], torch.Tensor]:
         return lambda: torch.tensor(2.5)
 
-    monkeypatch.setattr(gpu_smoke, "decode_in", failing)
-    monkeypatch.setattr(gpu_smoke, "training_step", untrained)
+    monkeypatch.setattr(gpu_checks, "decode_in", failing)
+    monkeypatch.setattr(gpu_checks, "training_step", untrained)
     code, found = run(tmp_path)
     assert code == 1
     assert found["problems"] == [
@@ -113,11 +114,11 @@ def test_waits_are_those_that_torch_reports(monkeypatch: pytest.MonkeyPatch) -> 
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    (place,) = gpu_smoke.find_waits(torch.device("cuda"), work)
+    (place,) = gpu_checks.find_waits(torch.device("cuda"), work)
     assert place.startswith(__file__)
     assert switched == ["warn", "default"]
     with pytest.raises(RuntimeError, match="broken"):
-        gpu_smoke.find_waits(torch.device("cuda"), lambda: (_ for _ in ()).throw(RuntimeError("broken")))  # fmt: skip
+        gpu_checks.find_waits(torch.device("cuda"), lambda: (_ for _ in ()).throw(RuntimeError("broken")))  # fmt: skip
     assert switched[-1] == "default"
-    assert gpu_smoke.find_waits(torch.device("cpu"), lambda: None) == []
+    assert gpu_checks.find_waits(torch.device("cpu"), lambda: None) == []
     assert len(switched) == 4

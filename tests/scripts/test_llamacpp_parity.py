@@ -18,9 +18,11 @@ from decode.common.errors import UserError
 from decode.model.loading import load_target
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running.llama_server import ServedAnswer
+from eval.served.llamacpp import run_ours, served_rounds
 from eval.served.parity import load_prompts
+from eval.settings.evaluation import Task
+from eval.settings.served import LlamaCppParityConfig
 from scripts import llamacpp_parity
-from scripts.llamacpp_parity import LlamaCppParityConfig, served_rounds
 from tests.worlds import ROOT
 
 STAND_IN = """
@@ -75,7 +77,7 @@ Answers = list[dict[str, Any]]
 
 
 def asked(**changes: Any) -> LlamaCppParityConfig:
-    tasks = [llamacpp_parity.Task("code", limit=2)]
+    tasks = [Task("code", limit=2)]
     base: dict[str, Any] = {"draft": str(ROOT / "assets/draft"), "target": str(ROOT / "assets/target")}  # fmt: skip
     return LlamaCppParityConfig(**(base | {"tasks": tasks, "k": 3, "max_new_tokens": 9} | changes))
 
@@ -86,7 +88,7 @@ def mine() -> Answers:
     s = asked()
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
     served = [ServedAnswer({"tokens": [0] * n}, RequestCounts(0, 0, 0)) for n in (9, 6)]
-    answers = llamacpp_parity.run_ours(s, target, load_prompts(s.tasks, 2, target), served)
+    answers = run_ours(s, target, load_prompts(s.tasks, 2, target), served)
     return [{"tokens": own.output_ids, "rounds": own.rounds} for own in answers]
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from decode.common.typed_json import from_json
+from eval.reporting import readme_table
 from eval.results.report import EvalReport
-from scripts import readme_table
 from tests import drafts
 
 

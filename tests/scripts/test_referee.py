@@ -19,7 +19,7 @@ from decode.model.loading import load_target
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running import vllm_client
 from eval.served import parity
-from eval.served.parity import RefereeConfig
+from eval.settings.served import RefereeConfig
 from eval.tasks.loading import Task, load_task_prompts
 from scripts import referee
 

@@ -89,10 +89,7 @@ def test_a_programming_error_keeps_its_traceback() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "code", "line"),
-    [
-        (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
-        (Terminated(), 143, "stopped by SIGTERM"),
-    ],
+    [(KeyboardInterrupt(), 130, "stopped by Ctrl-C"), (Terminated(), 143, "stopped by SIGTERM")],
 )
 def test_a_stop_is_one_line_with_its_notes(
     stop: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
@@ -218,9 +215,8 @@ def launch(
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_several_processes_the_first_says_the_error(launch: Launch, first: int) -> None:
-    """Bug: each of eight processes printed the line, and the launcher's report did not have it.
-
-    The first one to fail may be any: the launcher ends the others, which may not have come so far."""
+    """Bug: each of eight processes printed the line, and the launcher's report did not have it. The first one to fail
+    may be any: the launcher ends the others, which may not have come so far."""
     error = "error: no such file: check the path"
     assert launch.end(first, UserError("no such file: check the path")) == error + "\n"
     assert launch.end(1 - first, UserError("no such file: check the path")) == ""

@@ -60,10 +60,7 @@ def test_the_interval_counts_for_each_task(
         clock.now += 1
         bars.advance(one, 2)
         bars.advance(other)
-    assert capsys.readouterr().err.splitlines() == [
-        "one 3/10, 0.6/s, 12 s left",
-        "other 1, 0.2/s",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["one 3/10, 0.6/s, 12 s left", "other 1, 0.2/s"]
 
 
 def test_work_done_before_is_no_speed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,12 @@ from decode.common.errors import UserError
 from decode.constraints.grammar import ConstraintConfig, Matcher, build_matcher
 from decode.constraints.rows import RowConstraints
 from decode.drafts.registry import load_draft, pick_draft
+from decode.drafts.settings import GenerateConfig
 from decode.engine.engine import decode
-from decode.generate import GenerateConfig
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import config
-from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
+from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 from tests import worlds
 from tests.worlds import World
 

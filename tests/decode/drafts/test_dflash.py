@@ -28,7 +28,6 @@ RANK = 6
 IDS = torch.tensor([i for i in range(VOCAB) if i % 7 != 1])
 """The tokens of a reduced vocabulary."""
 TAPS = (0, 2)
-NAMES = ["dflash", "dspark"]
 Taps = tuple[int, ...]
 
 
@@ -57,9 +56,6 @@ def draft_of(name: str, target: Target, shape: TreeShape = None, **more: Any) ->
     draft = DFlashDraft(net_of(name, target, **more), target, name)
     draft.shape = shape
     return draft
-
-
-# ---- the formulas, from the tensors alone ----
 
 
 def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding: Tensor) -> Tensor:
@@ -114,9 +110,6 @@ def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple
         return decode_and_compare(own, draft, seen, formula, **settings)
 
 
-# ---- files ----
-
-
 def saved(folder: Path, name: str, own: Target, ids: Tensor | None = IDS) -> str:
     taps = (1, 2)
     net = net_of(name, own, ids, taps)
@@ -126,8 +119,7 @@ def saved(folder: Path, name: str, own: Target, ids: Tensor | None = IDS) -> str
     return str(folder)
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "ids"), [("dflash", None), ("dspark", IDS)])
 def test_a_saved_draft_is_the_same(name: str, ids: Tensor | None, tmp_path: Path) -> None:
     """Catches a weight, a tap or the mask that is lost on the way, and a family told from the tensors alone."""
     own = tiny_target(tiny_model("llama"))
@@ -187,8 +179,7 @@ def test_the_anchor_is_read_as_each_layout_means_it(tmp_path: Path) -> None:
         assert draft.net.first == first
 
 
-@pytest.mark.parametrize("anchor", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "anchor"), [("dflash", True), ("dspark", False)])
 def test_where_the_first_token_is_read_follows_the_config(
     name: str, anchor: bool, tmp_path: Path
 ) -> None:

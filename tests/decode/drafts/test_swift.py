@@ -23,8 +23,9 @@ from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams
-from eval.benchmark.config import EvalConfig, MethodConfig, check
+from eval.benchmark.config import check
 from eval.benchmark.methods import build_draft
+from eval.settings.evaluation import EvalConfig, MethodConfig
 from tests import worlds
 from tests.blocks import chain_drift
 from tests.decode.drafts.test_exit_adapter import target_logits

@@ -1,6 +1,6 @@
 """Triton's kernels compiled to machine code for GPUs that are not there, by the compiler in Triton's wheel.
 
-Skipped where Triton is not installed; the `dev` extra brings it on Linux.
+Skipped where Triton is not installed; the `kernels` extra brings it on Linux.
 """
 
 import re

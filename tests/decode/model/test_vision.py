@@ -17,8 +17,8 @@ from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
+from decode.drafts.settings import GenerateConfig
 from decode.engine.engine import decode
-from decode.generate import GenerateConfig
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, build_runner, load_target

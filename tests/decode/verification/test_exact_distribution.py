@@ -14,7 +14,6 @@ from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookup import NgramDraft
 from decode.engine import round as engine
 from decode.engine.engine import decode, row_seeds, speculate
 from decode.model.kv_cache import SlotMapping
@@ -28,14 +27,7 @@ from decode.verification.rules import (
     residual,
     verify_chain,
 )
-from decode.verification.sampling import (
-    CounterRNG,
-    Sampler,
-    SamplingParams,
-    sample_inverse_cdf,
-    warp,
-)
-from tests.params import slow_except
+from decode.verification.sampling import CounterRNG, SamplingParams, warp
 from tests.tiny import noisy, reference, tiny_model, tiny_target
 
 
@@ -45,9 +37,8 @@ class Branches:
     def __init__(self, groups: int, paths: int):
         self.digits = torch.arange(paths).repeat(groups)
         self.weight = torch.ones(groups * paths, dtype=torch.float64)
-        self.walked = (
-            1  # product of the choices met so far: `paths` in the end, if each was walked once
-        )
+        # product of the choices met so far: `paths` in the end, if each was walked once
+        self.walked = 1
 
     def __call__(self, weights: Tensor) -> Tensor:
         options, picked = weights.shape[-1], []
@@ -86,9 +77,8 @@ class Case:
     k: int
     length: int
     sampling: SamplingParams
-    kind: str = (
-        "sampled"  # or "point"; with " padded", some contexts have room for fewer than k drafts
-    )
+    # or "point"; with " padded", some contexts have room for fewer than k drafts
+    kind: str = "sampled"
     seed: int = 0
     p: Tensor = field(init=False)  # logits [contexts, V]
     q: Tensor = field(init=False)
@@ -168,7 +158,7 @@ WARPS = {
 
 
 @pytest.mark.parametrize("kind", ["sampled", "sampled padded", "point", "point padded"])
-@pytest.mark.parametrize("size", [(3, 1, 3), (3, 2, 4), (3, 3, 4), (4, 2, 3), (5, 2, 3)], ids=str)
+@pytest.mark.parametrize("size", [(3, 1, 3), (3, 3, 4), (5, 2, 3)], ids=str)
 @pytest.mark.parametrize("sampling", WARPS.values(), ids=WARPS.keys())
 def test_rounds_emit_the_targets_law(
     sampling: SamplingParams, size: tuple[int, int, int], kind: str
@@ -220,29 +210,12 @@ def last(p: Tensor, other: Tensor) -> Tensor:
     return torch.cat([p[:, :-1], other], 1)
 
 
-def accept_by_p(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    stay = p[:, :-1].gather(-1, tokens[..., None])[..., 0]
-    return torch.stack([stay, 1 - stay], -1)
-
-
 def accept_swapped(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     return accept_weights(tokens, q, p[:, :-1])
 
 
-def accept_twice(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    return accept_weights(tokens, p, q / 2)  # min(1, 2p / q)
-
-
-def accept_unrolled(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    return accept_weights(tokens, p, q.roll(-1, 1))
-
-
 def residual_swapped(p: Tensor, q: Tensor) -> Tensor:
     return residual(q, p) if q.any() else p
-
-
-def one_more(accept: Tensor) -> Tensor:
-    return (count_accepted(accept) + 1).clamp_max(accept.shape[1])
 
 
 BUGS: dict[str, Plant] = {
@@ -259,11 +232,14 @@ BUGS: dict[str, Plant] = {
     "correction swapped": patched(residual=residual_swapped),
     "acceptance swapped": patched(accept_weights=accept_swapped),
     "p and q swapped": patched(accept_weights=accept_swapped, residual=residual_swapped),
-    "acceptance with probability p": patched(accept_weights=accept_by_p),
-    "acceptance too generous": patched(accept_weights=accept_twice),
+    "acceptance with probability p": patched(
+        accept_weights=lambda tokens, p, q: accept_weights(tokens, p, torch.ones_like(q))
+    ),
+    # min(1, 2p / q)
+    "acceptance too generous": patched(accept_weights=lambda tokens, p, q: accept_weights(tokens, p, q / 2)),
     "acceptance goes on after a rejection": patched(count_accepted=lambda accept: accept.sum(-1)),
-    "one token too many": patched(count_accepted=one_more),
-}
+    "one token too many": patched(count_accepted=lambda a: (count_accepted(a) + 1).clamp_max(a.shape[1])),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
@@ -277,7 +253,9 @@ def test_planted_bugs_move_the_law(bug: Plant, monkeypatch: pytest.MonkeyPatch) 
 def test_residual_of_another_position_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance with the right q, correction with its neighbour's: the stale-residual bug. Exact."""
     case = Case(3, 2, 3, SamplingParams(0.7))
-    monkeypatch.setattr(rules, "accept_weights", accept_unrolled)
+    monkeypatch.setattr(
+        rules, "accept_weights", lambda tokens, p, q: accept_weights(tokens, p, q.roll(-1, 1))
+    )
     assert tv(emitted_law(case, q_seen=lambda q, logits: q.roll(1, 1)), target_law(case)) > 1e-3
 
 
@@ -297,61 +275,6 @@ def test_point_mass_must_leave_the_residual(kind: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(rules, "residual", lambda p, q: p)
     case = Case(3, 2, 3, SamplingParams(0.7), kind)
     assert tv(emitted_law(case), target_law(case)) > 1e-3
-
-
-# ---- level 0: cases by hand ----
-
-
-def test_worked_example_accepts_two() -> None:
-    """r = (.3, .5, .7, .2, .9) against p/q = (.4, .6, .5, .3, .8): the third is the first with r above its ratio.
-
-    Catches `r > ratio` turned round, acceptance that resumes at the fourth, and a correction from another place.
-    """
-    ratio = torch.tensor([0.4, 0.6, 0.5, 0.3, 0.8], dtype=torch.float64)
-    uniform = torch.tensor([[0.3, 0.5, 0.7, 0.2, 0.9]], dtype=torch.float64)
-    tokens = torch.zeros(1, 5, dtype=torch.long)
-    q = torch.full((1, 5, 2), 0.5, dtype=torch.float64)
-    p = torch.stack([ratio / 2, 1 - ratio / 2], -1)[None]
-    p = torch.cat([p, torch.tensor([[[0.0, 1.0]]])], 1)
-    kept = sample_inverse_cdf(accept_weights(tokens, p, q), uniform) == 0
-    assert kept.tolist() == [[True, True, False, True, False]]
-    assert count_accepted(kept).tolist() == [2]
-
-    asked = []
-
-    def choose(weights: Tensor) -> Tensor:
-        asked.append(weights)
-        return sample_inverse_cdf(weights, uniform) if weights.ndim == 3 else weights.argmax(-1)
-
-    verdict = verify_chain(tokens, p, q, choose)
-    assert (verdict.accepted.tolist(), verdict.bonus.tolist()) == ([2], [1])
-    assert asked[1].tolist() == [[0.0, 0.25]]  # (.25, .75) - (.5, .5), clamped
-
-
-def constant(uniform: float) -> Sampler:
-    at = torch.tensor(uniform, dtype=torch.float64)
-    return lambda weights: sample_inverse_cdf(weights, at.expand(weights.shape[:-1]))
-
-
-def test_tokens_that_p_or_q_exclude() -> None:
-    """Catches NaN from 0 / 0 and acceptance of what the target never says."""
-    p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
-    q = torch.tensor([[[1.0, 0.0]]])
-    impossible = torch.tensor([[0]])
-    assert accept_weights(impossible, p, q).tolist() == [[[0.0, 1.0]]]
-    for uniform in (1e-9, 1 - 1e-9):
-        verdict = verify_chain(impossible, p, q, constant(uniform))
-        assert (verdict.accepted.tolist(), verdict.bonus.tolist()) == ([0], [1])
-
-
-def test_greedy_stops_at_the_first_difference() -> None:
-    """Catches acceptance after a mismatch, a bonus one place off, and padding accepted as token 0."""
-    best = torch.tensor([[5, 6, 7, 8]]).expand(5, -1).clone()
-    best[4] = 0
-    tokens = torch.tensor([[5, 6, 7], [5, 0, 7], [0, 6, 7], [5, 6, NO_DRAFT], [NO_DRAFT] * 3])
-    verdict = rules.verify_greedy(tokens, best)
-    assert verdict.accepted.tolist() == [3, 1, 0, 2, 0]
-    assert verdict.bonus.tolist() == [8, 6, 5, 7, 0]
 
 
 # ---- the whole engine: tiny models in fp64, K/V stores, rounds, limits ----
@@ -438,10 +361,8 @@ def distance_from_own_law(
     return float(distances(law, lambda x: own_law(model, x, length, sampling), prompts).max())
 
 
-ROUND_1, ROUND_2 = (
-    3 * 2 * 3,
-    3**2 * 2**2 * 3,
-)  # branches of a round with 1 and 2 drafts over 3 tokens
+ROUND_1, ROUND_2 = 3 * 2 * 3, 3**2 * 2**2 * 3
+"""Branches of a round with 1 and 2 drafts over 3 tokens."""
 ENUMERATED = [
     (3, 1, 3, 3 * ROUND_1**2),
     (3, 2, 2, 3 * ROUND_2),
@@ -465,10 +386,8 @@ def test_engine_emits_the_targets_law(vocab: int, k: int, length: int, paths: in
 def test_engine_emits_the_targets_law_at_the_context_limit(
     context: int, case: tuple[int, int, int, int]
 ) -> None:
-    """Catches drafts beyond the last position that still move the law. Exact: no false alarm.
-
-    The longer prompt comes to a round with room for 1 draft, while the shorter one still has 2.
-    """
+    """Catches drafts beyond the last position that still move the law. Exact: no false alarm. The longer prompt comes
+    to a round with room for 1 draft, while the shorter one still has 2."""
     vocab, k, length, paths = case
     model = small(vocab_size=vocab, max_position_embeddings=context)
     law = engine_law(tiny_target(model), partner(model), k, length, SamplingParams(0.7), paths)
@@ -563,10 +482,10 @@ BATCHES, ROWS, LENGTH = 3, 4096, 3
 SAMPLE_PROMPT = [1, 3, 0, 1, 3]
 
 
-def sample_p(name: str, dice: type[CounterRNG] | None = None) -> float:
+def sample_p(dice: type[CounterRNG] | None = None) -> float:
     """p-value of BATCHES * ROWS texts of 3 tokens against the target's law, 125 cells."""
     model, sampling = small(vocab_size=5).float(), SamplingParams(0.8)
-    draft: Draft | None = {"plain": None, "ngram": NgramDraft(), "causal": partner(model)}[name]
+    draft = partner(model)
     target, law = tiny_target(model), own_law(model, SAMPLE_PROMPT, LENGTH, sampling)
     counts = torch.zeros(5**LENGTH)
     for seed in range(BATCHES):
@@ -582,20 +501,17 @@ def sample_p(name: str, dice: type[CounterRNG] | None = None) -> float:
     return chi_square_p(counts, law)
 
 
-@pytest.mark.parametrize("name", slow_except(["plain", "ngram", "causal"], ["causal"]))
-def test_sampled_text_follows_the_targets_law(name: str) -> None:
-    """Catches correlated random numbers, fp32 trouble, rows that share randomness.
-
-    12,288 texts show a TV of about 1.5 %. Seeds are fixed; each new seed raises a false alarm with probability 1e-4.
-    """
-    assert sample_p(name) > 1e-4
+def test_sampled_text_follows_the_targets_law() -> None:
+    """Catches correlated random numbers, fp32 trouble, rows that share randomness; 12,288 texts show a TV of 1.5 %.
+    Seeds are fixed; each new seed raises a false alarm with probability 1e-4."""
+    assert sample_p() > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dice", [EmissionReusesAcceptance, NeverAdvances])
 def test_reused_random_numbers_are_seen(dice: type[CounterRNG]) -> None:
     """The chi-square test is blind if this passes it: a perfectly uniform number used twice."""
-    assert sample_p("causal", dice) < 1e-6
+    assert sample_p(dice) < 1e-6
 
 
 def test_chi_square_tail_is_right() -> None:

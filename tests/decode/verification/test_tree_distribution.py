@@ -88,14 +88,6 @@ def token_level(tokens, parents, limit, p, q, choose):  # type: ignore[no-untype
     return verify_chain(tokens, p, q[:, :-1], choose)
 
 
-def point_mass(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
-    return verify_chain(tokens, p, None, choose)
-
-
-def typical(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
-    return verify_typical(tokens, parents, limit, p, choose)
-
-
 Propose = Callable[[Tensor, Tensor, Tensor, int, Sampler], Tensor]
 """(q after the parent [B, V], earlier siblings [B, n], group [B], vocab, choose) -> token [B]"""
 
@@ -110,11 +102,6 @@ def drawn(q, siblings, group, vocab, choose):  # type: ignore[no-untyped-def]
     first = torch.arange(vocab) == 0
     token = choose(torch.where(over, first.to(left.dtype), left))
     return torch.where(over[:, 0], NO_DRAFT, token)
-
-
-def drawn_again(q, siblings, group, vocab, choose):  # type: ignore[no-untyped-def]
-    """With replacement: siblings may repeat."""
-    return choose(q)
 
 
 def ranked(q, siblings, group, vocab, choose):  # type: ignore[no-untyped-def]
@@ -247,10 +234,11 @@ def test_depth_limit_cuts_the_tree_losslessly(rule: Rule, limit: int) -> None:
 def test_walk_on_a_chain_is_point_mass_speculative_sampling() -> None:
     """The two implementations accept alike, not only losslessly. Exact: no false alarm."""
     case = tables(4, 3, groups=6)
-    a, b = (
-        play(case, chain_parents(3), walk, ranked),
-        play(case, chain_parents(3), point_mass, ranked),
-    )
+
+    def point_mass(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
+        return verify_chain(tokens, p, None, choose)
+
+    a, b = (play(case, chain_parents(3), rule, ranked) for rule in (walk, point_mass))
     assert distance(a.ends, b.ends) < EXACT
     assert torch.allclose(a.accepted, b.accepted)
 
@@ -284,7 +272,10 @@ def test_sampled_tree_emits_the_targets_law(tree: list[int], vocab: int, narrow:
 def test_repeated_siblings_of_the_sampled_tree_are_passed_over(narrow: bool) -> None:
     """Draws with replacement: a repeat was not drawn from what is left of q. Exact: no false alarm."""
     case, parents = tables(4, 2, groups=4, narrow=narrow), torch.tensor([0, 0, 0, 1])
-    assert distance(play(case, parents, verify_tree_sampled, drawn_again).law, own(case)) < EXACT
+    got = play(
+        case, parents, verify_tree_sampled, lambda q, siblings, group, vocab, choose: choose(q)
+    )
+    assert distance(got.law, own(case)) < EXACT
 
 
 def test_siblings_that_q_excludes_are_passed_over() -> None:
@@ -333,10 +324,8 @@ def in_room(k: int) -> Propose:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_block_ends_at_the_last_real_draft(k: int) -> None:
-    """Rows with fewer drafts than K. Catches a block that waits for its empty places, or accepts them. Exact.
-
-    What stands in q at an empty place is no law; it may be NaN.
-    """
+    """Rows with fewer drafts than K. Catches a block that waits for its empty places, or accepts them. Exact. What
+    stands in q at an empty place is no law; it may be NaN."""
     case = tables(3, k, groups=2 * (k + 1))
 
     def padded(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
@@ -345,16 +334,6 @@ def test_block_ends_at_the_last_real_draft(k: int) -> None:
 
     got = play(case, chain_parents(k), padded, in_room(k))
     assert distance(got.law, own(case)) < EXACT
-
-
-def test_block_of_one_is_speculative_sampling() -> None:
-    """With one draft the two rules are the same. Exact: no false alarm."""
-    case = tables(4, 1, groups=6)
-    a, b = (
-        play(case, chain_parents(1), block, drawn),
-        play(case, chain_parents(1), token_level, drawn),
-    )
-    assert distance(a.ends, b.ends) < EXACT
 
 
 def test_block_reproduces_the_papers_toy() -> None:
@@ -413,10 +392,6 @@ def patched(rule: Rule, **functions: Callable[..., object]) -> Rule:
     return wrong
 
 
-def one_draw(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
-    return verify_tree(tokens, parents, limit, choose(p[:, :1]).expand(-1, p.shape[1]))
-
-
 def one_uniform(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
     """Each node inverts its own law, all with the root's random number: y given the root's, exactly."""
     y = [choose(p[:, 0])]
@@ -441,7 +416,9 @@ def bonus_from_the_root(tokens, parents, limit, p, q, choose):  # type: ignore[n
 
 
 WALK_BUGS: dict[str, Rule] = {
-    "one draw for all nodes": one_draw,
+    "one draw for all nodes": lambda tokens, parents, limit, p, q, choose: verify_tree(
+        tokens, parents, limit, choose(p[:, :1]).expand(-1, p.shape[1])
+    ),
     "one random number for all nodes": one_uniform,
     "law of the parent": law_of_the_parent,
     "bonus from the root": bonus_from_the_root,
@@ -474,34 +451,11 @@ def test_repeated_siblings_are_seen() -> None:
     assert distance(play(case, parents, walk, same).law, own(case)) > MOVED
 
 
-def q_not_renormalised(token, p, q):  # type: ignore[no-untyped-def]
-    return distributions_after_rejection(token, p, q)[0], q.scatter(1, token, 0)
-
-
-def q_keeps_the_token(token, p, q):  # type: ignore[no-untyped-def]
-    return distributions_after_rejection(token, p, q)[0], q
-
-
-def p_not_renormalised(token, p, q):  # type: ignore[no-untyped-def]
-    return residual(p, q), distributions_after_rejection(token, p, q)[1]
-
-
-def p_unchanged(token, p, q):  # type: ignore[no-untyped-def]
-    return p, distributions_after_rejection(token, p, q)[1]
-
-
-def p_only_loses_the_token(token, p, q):  # type: ignore[no-untyped-def]
-    """The rule of point masses (EAGLE-2's q = 1), on samples."""
-    return rules._normalize(p.scatter(1, token, 0)), distributions_after_rejection(token, p, q)[1]
-
-
 def residual_from_the_original_p(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
     def wrong(token, p_now, q_now):  # type: ignore[no-untyped-def]
         return distributions_after_rejection(token, p[:, 0], q_now)
 
-    return patched(verify_tree_sampled, distributions_after_rejection=wrong)(
-        tokens, parents, limit, p, q, choose
-    )
+    return after_rejection(wrong)(tokens, parents, limit, p, q, choose)
 
 
 def siblings_sorted(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
@@ -509,23 +463,25 @@ def siblings_sorted(tokens, parents, limit, p, q, choose):  # type: ignore[no-un
     return verify_tree_sampled(tokens.gather(1, by_q), parents, limit, p, q, choose)
 
 
+AFTER = distributions_after_rejection
+
+
+def after_rejection(wrong: Callable[..., object]) -> Rule:
+    return patched(verify_tree_sampled, distributions_after_rejection=wrong)
+
+
 SAMPLED_BUGS: dict[str, Rule] = {
-    "q not renormalised": patched(
-        verify_tree_sampled, distributions_after_rejection=q_not_renormalised
-    ),
-    "rejected token stays in q": patched(
-        verify_tree_sampled, distributions_after_rejection=q_keeps_the_token
-    ),
-    "p not renormalised": patched(
-        verify_tree_sampled, distributions_after_rejection=p_not_renormalised
-    ),
-    "p unchanged": patched(verify_tree_sampled, distributions_after_rejection=p_unchanged),
-    "p only loses the token": patched(
-        verify_tree_sampled, distributions_after_rejection=p_only_loses_the_token
+    "q not renormalised": after_rejection(lambda token, p, q: (AFTER(token, p, q)[0], q.scatter(1, token, 0))),
+    "rejected token stays in q": after_rejection(lambda token, p, q: (AFTER(token, p, q)[0], q)),
+    "p not renormalised": after_rejection(lambda token, p, q: (residual(p, q), AFTER(token, p, q)[1])),
+    "p unchanged": after_rejection(lambda token, p, q: (p, AFTER(token, p, q)[1])),
+    # the rule of point masses (EAGLE-2's q = 1), on samples
+    "p only loses the token": after_rejection(
+        lambda token, p, q: (rules._normalize(p.scatter(1, token, 0)), AFTER(token, p, q)[1])
     ),
     "residual from the original p": residual_from_the_original_p,
     "siblings sorted by probability": siblings_sorted,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", SAMPLED_BUGS.values(), ids=SAMPLED_BUGS.keys())
@@ -575,15 +531,13 @@ def ratios_clamped_late(tokens, p, q):  # type: ignore[no-untyped-def]
     return torch.cat([r[:, :1], product], 1)
 
 
-def success_is_r(tokens, p, q, r):  # type: ignore[no-untyped-def]
-    """r of every prefix, as if each were the whole block."""
-    return torch.stack([r[:, 1:], 1 - r[:, 1:]], -1)
-
-
 BLOCK_BUGS: dict[str, Rule] = {
     "early exit": patched(block, last_success_index=count_accepted),
     "success without r": patched(block, block_weights=success_without_r),
-    "success is r": patched(block, block_weights=success_is_r),
+    # r of every prefix, as if each were the whole block
+    "success is r": patched(
+        block, block_weights=lambda tokens, p, q, r: torch.stack([r[:, 1:], 1 - r[:, 1:]], -1)
+    ),
     "residual without r": patched(
         block, residual=lambda p, q: residual(p / p.sum(-1, keepdim=True), q)
     ),
@@ -612,6 +566,10 @@ def test_block_padding_read_as_token_zero_is_seen(monkeypatch: pytest.MonkeyPatc
 def test_typical_acceptance_is_lossy() -> None:
     """It is labelled LOSSY for a reason; if this fails, it accepts nothing. Exact: no false alarm."""
     case, parents = tables(3, 2, groups=3), torch.tensor([0, 0, 1])
+
+    def typical(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
+        return verify_typical(tokens, parents, limit, p, choose)
+
     got = play(case, parents, typical, ranked)
     assert distance(got.law, own(case)) > 0.05
     assert got.law.sum(1).tolist() == pytest.approx([1] * 3)

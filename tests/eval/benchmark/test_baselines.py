@@ -21,12 +21,12 @@ from decode.serving.running import vllm_client, vllm_worker
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, timing
 from eval.benchmark.baselines import TransformersEngine
-from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.benchmark.turns import EngineAnswer
 from eval.checks.greedy_equivalence import reference_greedy_output
 from eval.results.report import FailedPrompt
+from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.loading import Task, TaskPrompt
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer

@@ -24,11 +24,11 @@ from decode.verification import registry, rules
 from decode.verification.rules import accept_weights, count_accepted, residual
 from decode.verification.sampling import CounterRNG, SamplingParams, warp
 from decode.verification.tree import DynamicTree
-from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method
 from eval.checks import sampling_distribution
 from eval.metrics import distribution_tests
 from eval.results.report import LawTest
+from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target

@@ -14,14 +14,15 @@ from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.model.loading import load_target
 from decode.serving import sglang_engine, trtllm_engine, vllm_engine
-from eval.forecast import ForecastConfig, load
 from eval.forecasting import costs
 from eval.forecasting.chains import VllmNgramDraft
 from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group_costs
+from eval.forecasting.forecast import load
 from eval.forecasting.rounds import ENGINE_RULES, RULES, ExpectedRounds, TextChains, rules_of
 from eval.forecasting.rows import forecast_row, forecast_rows
 from eval.metrics.speedup_model import RoundCost
 from eval.results.forecast import ForecastCounts
+from eval.settings.evaluation import ForecastConfig
 from tests import worlds
 
 K = 2
@@ -158,8 +159,7 @@ def test_the_command(tmp_path: Path) -> None:
     tasks = json.dumps([{"name": "own", "path": str(world.prompts)}])
     words = ["--target", world.target, "--draft", world.draft, "--tasks", tasks, "--k", "[1, 3]"]
     words += ["--max_new_tokens", 10, "--device", "cpu", "--batches", "[1, 2]", "--cost_tokens", 8]
-    done = worlds.call("eval/forecast.py", *words, "--out", tmp_path / "out")
-    assert done.code == 0, done.err
+    worlds.call("eval/forecast.py", *words, "--out", tmp_path / "out").ok()
     result = json.loads((tmp_path / "out" / "forecast.json").read_text())
     found = {(x["temperature"], x["rule"], x["k"]): x for x in result["rows"]}
     assert set(found) == {(0, "greedy", 1), (0, "greedy", 3)} | {

@@ -19,9 +19,9 @@ from decode.serving.log_counts import RequestCounts
 from decode.serving.rules import read_draft, read_target
 from eval.served import parity
 from eval.served.audit import ServedCounts, audit_draft, vllm_counts
-from eval.served.parity import RefereeConfig
 from eval.served.reading import Edit, combine, copy_files, drop, set_config, set_rope_theta
 from eval.served.suspects import readings
+from eval.settings.served import AuditConfig, RefereeConfig
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
 from tests.heads import INNER, knowing_net, save
@@ -207,11 +207,11 @@ def test_readings_of_heads_without_a_projection_can_be_saved(world: World, tmp_p
 # ---- the command ----
 
 
-def settings(tmp_path: Path, **changes: Any) -> audit.AuditConfig:
+def settings(tmp_path: Path, **changes: Any) -> AuditConfig:
     base: dict[str, Any] = {name: str(ROOT / "assets" / name) for name in ("draft", "target")}
     base |= {"device": "cpu", "out": str(tmp_path / "out")}
     base |= {"tasks": [Task("code", limit=2)], "k": 3, "max_new_tokens": 6, "temperature": 0.0}
-    return audit.AuditConfig(**(base | changes))
+    return AuditConfig(**(base | changes))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,219 @@
+"""What eval/fidelity.py does: it compares a target in several dtypes with itself in another one, token by token."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import files, provenance
+from decode.common.errors import UserError, first_line
+from decode.common.run_dir import check_file
+from decode.common.typed_json import Estimate, to_json
+from decode.engine.engine import decode
+from decode.engine.trained_template import use_template
+from decode.model.fingerprint import TargetRecord
+from decode.model.loading import Target, find_dtype, load_config, load_target
+from decode.model.quantized.conversion import INT4_TARGET
+from decode.model.vocabularies import check_embedded
+from decode.verification.sampling import SamplingParams
+from eval.checks.target_drift import TokenDrift, compare_on_text
+from eval.metrics.bootstrap import Array, Ratio, paired_difference
+from eval.reporting.formatting import format_estimate, format_number
+from eval.settings.evaluation import FidelityConfig
+from eval.tasks.loading import load_fitting_prompts
+
+FIRST = 4
+"""Positions at the start of a text that are reported apart."""
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+
+
+@dataclass(frozen=True)
+class AnsweredText:
+    """A prompt with its answer, as token ids."""
+
+    ids: list[int]
+    labels: Array
+    """[n] the places in `ids` of the tokens that were answered, rising and above 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelityEntry:
+    """A dtype against the reference, over the tokens of all answers."""
+
+    dtype: str
+    weights: str | None
+    tv: Estimate
+    same_top1: Estimate
+    kl: Estimate
+    kl_quantiles: dict[str, float]
+    perplexity: float
+    reference_perplexity: float
+    log_perplexity_change: Estimate
+    tv_difference: Estimate
+    """TV minus that of the first dtype."""
+    first_positions: dict[str, float]
+    """tv, same_top1 and kl at the first positions of the texts."""
+
+
+def check(s: FidelityConfig) -> None:
+    """UserError for settings that would fail only after a target was loaded."""
+    check_file(s.out, [s.target, s.samples])
+    if not s.dtypes or len({*s.dtypes, s.reference}) <= len(s.dtypes):
+        raise UserError(f"dtypes {s.dtypes}: name each once, and not the reference {s.reference}")
+    for dtype in (*s.dtypes, s.reference):
+        find_dtype(dtype)
+        if dtype == "int4":
+            raise UserError(INT4_TARGET)
+    if not s.tasks and not s.samples:
+        raise UserError("tasks is empty: give at least one, or samples")
+    if load_config(s.target, "target", s.revision).is_encoder_decoder:
+        raise UserError(f"target {s.target!r} is an encoder-decoder: give a causal one")
+    if s.samples and not sorted(Path(s.samples, "shards").glob("*.parquet")):
+        raise UserError(f"samples {s.samples!r} holds no shards: give a folder of train/sample.py")
+
+
+# ---- texts ----
+
+
+def answered_texts(s: FidelityConfig, target: Target) -> list[AnsweredText]:
+    """The texts that are compared: of a sampled set, or the target's own answers to the tasks' prompts."""
+    if s.samples:
+        return list(sampled_texts(s, target))
+    prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
+    records = decode(
+        target, None, prompts, rows=s.rows, max_new_tokens=s.max_new_tokens, seed=s.seed, sampling=SamplingParams(1.0)
+    )  # fmt: skip
+    texts = [(x.prompt_ids, x.output_ids) for x in records]
+    return [
+        AnsweredText([*prompt, *answer], np.arange(len(prompt), len(prompt) + len(answer)))
+        for prompt, answer in texts
+        if answer
+    ]
+
+
+def sampled_texts(s: FidelityConfig, target: Target) -> Iterator[AnsweredText]:
+    """Those of a sampled set that fit the context. UserError for another tokenizer's, and for damaged shards."""
+    taken = 0
+    for shard in sorted(Path(s.samples, "shards").glob("*.parquet")):
+        try:
+            rows = pq.read_table(shard, columns=["input_ids", "loss_spans"]).to_pylist()
+        except Exception as error:  # pyarrow raises several kinds
+            raise UserError(
+                f"{shard} cannot be read ({first_line(error)}): sample again"
+            ) from error
+        for row in rows:
+            spans = [np.arange(max(1, start), end) for start, end in row["loss_spans"]]
+            labels = np.concatenate(spans) if spans else np.arange(0)
+            if len(labels) == 0 or len(row["input_ids"]) > target.runner.context:
+                continue
+            check_embedded(target.tokenizer, row["input_ids"], target.runner.embedding_rows)
+            yield AnsweredText(row["input_ids"], labels)
+            taken += 1
+            if taken == s.limit:
+                return
+
+
+# ---- comparison ----
+
+
+@dataclass(frozen=True)
+class DtypeScores:
+    """A dtype's drift from the reference: of each text the tokens of its answer, and its first positions."""
+
+    answers: list[TokenDrift]
+    first: list[TokenDrift]
+
+    def ratio(self, name: str) -> Ratio:
+        """The mean of a number of TokenDrift over all tokens of answers, by text."""
+        parts = [vars(x)[name] for x in self.answers]
+        return Ratio([float(x.sum()) for x in parts], [float(len(x)) for x in parts])
+
+
+def score(old: Target, new: Target, texts: Sequence[AnsweredText]) -> DtypeScores:
+    """The two targets on these texts."""
+    answers, first = [], []
+    for text in texts:
+        drift = compare_on_text(old, new, text.ids)
+        answers.append(at(drift, text.labels - 1))
+        first.append(at(drift, np.arange(min(FIRST, len(drift.kl)))))
+    return DtypeScores(answers, first)
+
+
+def at(drift: TokenDrift, places: Array) -> TokenDrift:
+    return TokenDrift(*(column[places] for column in vars(drift).values()))
+
+
+def entry(
+    record: TargetRecord, dtype: str, scores: DtypeScores, other: DtypeScores
+) -> FidelityEntry:
+    """What the scores of a dtype say; `other` are those of the first one."""
+    old, new = scores.ratio("nll_old"), scores.ratio("nll_new")
+    assert old.value is not None
+    assert new.value is not None
+    kl = np.concatenate([x.kl for x in scores.answers])
+    first = {"tv": "tv", "same_top1": "same", "kl": "kl"}
+    return FidelityEntry(
+        dtype=dtype,
+        weights=record.weights,
+        tv=scores.ratio("tv").estimate(0),
+        same_top1=scores.ratio("same").estimate(0),
+        kl=scores.ratio("kl").estimate(0),
+        kl_quantiles={f"{q:g}": float(np.quantile(kl, q)) for q in QUANTILES},
+        perplexity=float(np.exp(new.value)),
+        reference_perplexity=float(np.exp(old.value)),
+        log_perplexity_change=paired_difference(new, old, 0),
+        tv_difference=paired_difference(scores.ratio("tv"), other.ratio("tv"), 0),
+        first_positions={
+            name: float(np.concatenate([vars(x)[column] for x in scores.first]).mean())
+            for name, column in first.items()
+        },
+    )
+
+
+def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEntry], int, int]:
+    """(an entry for each dtype, texts, tokens of their answers)."""
+    old = use_template(load_target(s.target, s.device, s.reference, s.revision), s.template, [])
+    texts = answered_texts(s, old)
+    if not texts:
+        raise UserError("no text has an answer: give other tasks or samples")
+    tokens = sum(len(x.labels) for x in texts)
+    console.print(f"{len(texts)} texts with {tokens:,} tokens of answers", highlight=False)
+    found: list[DtypeScores] = []
+    entries = []
+    for dtype in s.dtypes:
+        new = load_target(s.target, s.device, dtype, s.revision)
+        found.append(score(old, new, texts))
+        entries.append(entry(new.describe(), dtype, found[-1], found[0]))
+        console.print(f"compared {dtype} with {s.reference}", highlight=False)
+    return entries, len(texts), tokens
+
+
+def report_fidelity(s: FidelityConfig) -> None:
+    """Prints what each dtype changes, a table and its JSON."""
+    check(s)
+    console = Console(stderr=True)
+    entries, texts, tokens = compare_dtypes(s, console)
+    table = Table(
+        f"against {s.reference}", "TV", "equal argmax", "KL", "median", "99 %", "perplexity", "change of its log",
+        "TV − the first's", f"first {FIRST}: TV", "KL",
+    )  # fmt: skip
+    for x in entries:
+        table.add_row(
+            x.dtype, format_estimate(x.tv, 4), format_estimate(x.same_top1, 4), format_estimate(x.kl, 5),
+            format_number(x.kl_quantiles["0.5"], 5), format_number(x.kl_quantiles["0.99"], 4),
+            f"{x.reference_perplexity:.4f} → {x.perplexity:.4f}", format_estimate(x.log_perplexity_change, 4),
+            format_estimate(x.tv_difference, 4), format_number(x.first_positions["tv"], 4),
+            format_number(x.first_positions["kl"], 4),
+        )  # fmt: skip
+    console.print(table)
+    facts = {"target": s.target, "reference": s.reference, "texts": texts, "tokens": tokens}
+    line = json.dumps(facts | {"dtypes": to_json(entries)} | to_json(provenance.collect()))
+    if s.out:
+        files.write_atomically(Path(s.out), line + "\n")
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,170 @@
+"""What scripts/readme_table.py does: the table of a report, and the picture of it, in a page."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from decode.common.errors import UserError
+from decode.common.files import read_text, write_atomically
+from eval.metrics.bootstrap import ALL_TASKS
+from eval.reporting.figures import estimate_point
+from eval.reporting.formatting import NOT_MEASURED, format_estimate, format_number
+from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
+from eval.reporting.tables import COLUMNS, Column
+from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
+
+Entry = MethodResult | EngineResult
+
+
+def render_table(report: EvalReport, layout: str = "pooled") -> str:
+    """A Markdown table in the layout, and a line on how it was measured.
+
+    A row for each method and engine at each temperature. Columns: those of `layout`, the speed-up on each task if there
+    are several, and on all of them together.
+    """
+    tasks = list(dict.fromkeys(m.task for m in report.methods if not m.is_pooled))
+    shown = tasks if len(tasks) > 1 else []
+    columns = LAYOUTS[layout]
+    by_task = {(row_name(m), m.temperature, m.task): m.speedup for m in all_entries(report)}
+    rows = [["T", "method", *columns, *shown, "speed-up [95 %]"]]
+    for m in by_speed(report):
+        speedups = [by_task[row_name(m), m.temperature, task].value for task in shown]
+        rows.append(
+            [
+                f"{m.temperature:g}",
+                row_name(m),
+                *(column(m) for column in columns.values()),
+                *(f"{format_number(value, 2)}×" for value in speedups),
+                format_estimate(m.speedup, 2, "×"),
+            ]
+        )
+    lines = ["".join(f"| {cell} " for cell in row) + "|" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join([*lines, "", measurement_line(report)])
+
+
+def all_entries(report: EvalReport) -> list[Entry]:
+    return [*report.methods, *report.engines]
+
+
+def by_speed(report: EvalReport) -> list[Entry]:
+    """The entries of all tasks together: the lowest temperature first, and of each temperature the fastest first."""
+    pooled = [m for m in all_entries(report) if m.is_pooled]
+    return sorted(pooled, key=lambda m: (m.temperature, -(m.speedup.value or 0)))
+
+
+def row_name(m: Entry) -> str:
+    """The name of a method; of another engine the engine and its draft, in italics."""
+    if isinstance(m, MethodResult):
+        return m.name
+    names = {
+        "hf": "transformers",
+        "hf-assisted": "transformers, assisted by",
+        "hf-lookup": "transformers, prompt lookup",
+    }
+    engine = names.get(m.engine, m.engine)
+    return f"*{engine}*" if m.is_plain or m.engine == "hf-lookup" else f"*{engine} {m.name}*"
+
+
+def draw_speedups(report: EvalReport) -> str:
+    """SVG of the speed-ups of all tasks together: a row for each method and engine, a colour for each temperature."""
+    timed = [m for m in by_speed(report) if m.speedup.value]
+    points = {
+        (row_name(m).strip("*"), f"temperature {m.temperature:g}"): estimate_point(m.speedup)
+        for m in timed
+    }
+    rows, names = (list(dict.fromkeys(x)) for x in zip(*points, strict=True))
+    title = ", ".join(f"{glyph} {name}" for glyph, name in zip(GLYPHS, names, strict=False))
+    limits = axis_limits(points.values(), 1.0)
+    axis = "speed-up over plain decoding"
+    return recolor(dot_plot(points, rows, names, title, axis, limits, line_at=1.0))
+
+
+def measurement_line(report: EvalReport) -> str:
+    """Prompts, lengths, machine and how many greedy outputs are the target's own."""
+    settings, machine = yaml.safe_load(report.settings or ""), report.hardware
+    pooled = [m for m in all_entries(report) if m.is_pooled]
+    return (
+        f"{pooled[0].prompts} prompts, answers of up to {settings['max_new_tokens']} tokens, {draft_lengths(pooled)}, "
+        f"batch 1, {settings['dtype']}, {settings['mode']}; {machine.device}, {machine.threads} threads; "
+        f"{comparison_text(report)}"
+    )
+
+
+def of_method(column: Column) -> Callable[[Entry], str]:
+    """A column that other engines do not have."""
+    return lambda m: column(m) if isinstance(m, MethodResult) else NOT_MEASURED
+
+
+def alpha_by_position(m: MethodResult) -> str:
+    """`0.31, 0.30, 0.44`; a dash at a position that was never reached."""
+    return ", ".join(format_number(x.value, 2) for x in m.alpha_by_position) or NOT_MEASURED
+
+
+LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
+    "pooled": {
+        "τ": lambda m: format_number(m.tau.value if isinstance(m, MethodResult) else m.tau, 2),
+        "α": of_method(COLUMNS["α"]),
+        "tokens/s": lambda m: format_number(
+            m.tokens_per_second.value if isinstance(m, MethodResult) else m.tokens_per_second, 0
+        ),
+    },
+    "positions": {
+        "τ [95 %]": lambda m: (
+            COLUMNS["τ"](m) if isinstance(m, MethodResult) else format_number(m.tau, 2)
+        ),
+        "α by position": of_method(alpha_by_position),
+        "draft, ms a round": of_method(
+            lambda m: format_number(None if m.phase_ms is None else m.phase_ms.draft, 1)
+        ),
+    },
+}
+"""{layout: {heading: the cell of a row}}: what stands between the method and its speed-ups."""
+
+
+def draft_lengths(entries: Sequence[Entry]) -> str:
+    """`K = 3`, or, where methods differ, that of most of them first: `K = 3, but 6 (dspark, pard)`."""
+    names: dict[int, dict[str, None]] = {}
+    for m in entries:
+        if m.k > 0:
+            names.setdefault(m.k, {})[row_name(m).strip("*")] = None
+    if not names:
+        return "no drafts"
+    usual, *others = sorted(names, key=lambda k: -len(names[k]))
+    return f"K = {usual}" + "".join(f", but {k} ({', '.join(names[k])})" for k in others)
+
+
+def comparison_text(report: EvalReport) -> str:
+    """The differences in α between methods, and how many greedy outputs are the target's own."""
+    parts = [
+        f"α of {c.a} − {c.b} at T = {c.temperature:g}: {format_estimate(c.difference, 3)}"
+        for c in report.comparisons
+        if c.task == ALL_TASKS
+    ]
+    greedy = [m.greedy for m in report.pooled if m.greedy is not None and m.temperature == 0]
+    same = sum(x.identical for x in greedy)
+    ties = sum(len(x.ties) for x in greedy)
+    total = sum(x.prompts for x in greedy)
+    parts.append(
+        f"greedy outputs equal to transformers' `generate`: {same} of {total} (ties {ties}, "
+        f"failures {total - same - ties})."
+    )
+    return "; ".join(parts)
+
+
+def write_table(report_path: Path, name: str, path: Path, layout: str, picture: str) -> None:
+    """Replaces the block `name` of the page, and draws the picture if it has a path.
+
+    UserError unless each marker is in the page exactly once, in their order.
+    """
+    text = read_text(path)
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+        raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
+    head, rest = text.split(begin)
+    report = read_report(report_path)
+    table = render_table(report, layout)
+    write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+    if picture:
+        write_atomically(Path(picture), draw_speedups(report))
