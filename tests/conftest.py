@@ -2,6 +2,8 @@
 
 import os
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,33 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+# A tiny target and its samples, for whoever needs no other ones and changes nothing in them. Imports are late: most
+# files need none of this.
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests import worlds
+
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def data(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples whose answers have between 1 and 40 tokens, in several shards."""
+    from tests import worlds
+
+    own = ("--max_new_tokens", 40, "--shard_rows", 16)
+    return worlds.sampled(world, tmp_path_factory.mktemp("data"), *own)
+
+
+@pytest.fixture(scope="session")
+def target(world: Any) -> Any:
+    from decode.model.loading import load_target
+
+    return load_target(str(world.target), "cpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -90,8 +90,7 @@ def test_an_old_draft_decodes(old: Old, family: str) -> None:
 def test_an_old_run_is_read_again(old: Old, family: str, tmp_path: Path) -> None:
     """Bug: settings that another name or another family owns now, and a run.yaml that is refused for them."""
     file = OLD / "drafts" / family / "run.yaml"
-    done = worlds.call("train/distill.py", "--config", file, "--print_config")
-    assert done.code == 0, done.err
+    done = worlds.call("train/distill.py", "--config", file, "--print_config").ok()
     before, after = (yaml.safe_load(text) for text in (file.read_text(), done.out))
     assert after["draft"]["family"] == family
     # what a family reads is kept; a field that it never read may be gone
@@ -107,12 +106,11 @@ def test_an_old_sampled_set_trains_a_draft(old: Old, tmp_path: Path) -> None:
     """Bug: a manifest or rows that are read by new names alone."""
     samples = tmp_path / "samples"
     shutil.copytree(OLD / "samples", samples)
-    done = worlds.call(
+    worlds.call(
         "train/distill.py", "--target", old.folder / "target", "--data", samples, "--draft.family", "eagle1",
         "--loop.steps", 1, "--loop.batch_size", 2, "--loop.micro_batch", 2, "--loop.eval_every", 0,
         "--wandb", "disabled", "--allow_changed", "true", "--out", tmp_path / "draft",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     facts = json.loads((tmp_path / "draft" / "draftsmith.json").read_text())
     manifest = json.loads((OLD / "samples" / "manifest.json").read_text())
     assert facts["samples"] == manifest["counts"]["answered"] == 24
@@ -127,8 +125,7 @@ def test_an_old_report_is_rendered(name: str, tmp_path: Path) -> None:
     """Bug: a field that old reports lack is read without a default."""
     before = (ROOT / "docs" / "results" / name).read_text()
     (tmp_path / "report.json").write_text(before)
-    done = worlds.call("eval/report.py", tmp_path)
-    assert done.code == 0, done.err
+    worlds.call("eval/report.py", tmp_path).ok()
     report = json.loads(before)
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for method in report["methods"]:
@@ -149,8 +146,7 @@ def test_the_old_reports_are_found() -> None:
 def test_an_old_tuning_is_drawn(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs/results/quickstart.json", tmp_path / "report.json")
     tuned = ROOT / "docs/results/tuned.json"
-    done = worlds.call("eval/report.py", tmp_path, "--tuned", tuned)
-    assert done.code == 0, done.err
+    worlds.call("eval/report.py", tmp_path, "--tuned", tuned).ok()
     chosen = json.loads(tuned.read_text())["chosen"]
     page = (tmp_path / "report.html").read_text()
     assert {cell["method"] for cell in chosen if cell["method"] in page}
@@ -159,6 +155,5 @@ def test_an_old_tuning_is_drawn(tmp_path: Path) -> None:
 def test_an_old_report_is_advised_on(tmp_path: Path) -> None:
     """eval/advise.py reads every field that a report has on speeds."""
     report = ROOT / "docs/results" / QUICK_REPORT
-    done = worlds.call("eval/advise.py", report, "--out", tmp_path / "advice.md")
-    assert done.code == 0, done.err
+    worlds.call("eval/advise.py", report, "--out", tmp_path / "advice.md").ok()
     check("old/advice.md", (tmp_path / "advice.md").read_text(), tmp_path)

@@ -176,8 +176,7 @@ def distill(world: World, data: Path, out: Path, *more: object) -> worlds.Done:
 @pytest.fixture(scope="module")
 def trained(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "draft"
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    distill(world, data, out).ok()
     return out
 
 
@@ -191,8 +190,7 @@ def test_it_is_trained(trained: Path) -> None:
 
 def test_a_dry_run_estimates_it(world: World, data: Path, tmp_path: Path) -> None:
     """Catches an estimate that knows only the families of this repository."""
-    done = distill(world, data, tmp_path / "out", "--dry_run", "true")
-    assert done.code == 0, done.err
+    done = distill(world, data, tmp_path / "out", "--dry_run", "true").ok()
     found = json.loads(done.out.splitlines()[-1])
     vocab = len(load_target(str(world.target), "cpu").tokenizer)
     assert found["estimated"]["trained"] == vocab**2
@@ -220,13 +218,12 @@ def report(world: World, trained: Path, tmp_path_factory: pytest.TempPathFactory
         {"name": rule, "draft": str(trained), "k": 3, "rule": rule}
         for rule in ("exact", "accept-all")
     ]
-    done = worlds.call(
+    worlds.call(
         "eval/run.py", "--target", world.target, "--methods", json.dumps(methods),
         "--tasks", json.dumps([{"name": "few", "path": str(prompts)}]), "--device", "cpu",
         "--temperatures", "[0.0]", "--max_new_tokens", 12, "--phase_prompts", 0,
         "--out", folder / "out",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     found: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
     return found
 

@@ -1,9 +1,11 @@
 """A folder with a tiny target, its drafts and prompts, and ways to run the real commands on them."""
 
 import contextlib
+import faulthandler
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +60,11 @@ class Done:
     code: int
     out: str
     err: str
+
+    def ok(self) -> "Done":
+        """Itself; asserts that the command succeeded."""
+        assert self.code == 0, self.err
+        return self
 
     def error(self) -> str:
         """The one line that bad input gets; asserts that it is one, and exit code 2."""
@@ -199,17 +207,103 @@ def started(
         process.communicate()
 
 
+class Fork:
+    """A command in a fork of this process: one to kill, or one of several, without the seconds of a start of Python.
+
+    Its hashes of strings are those of this process: where an order could hang on them, `started` shows it.
+    """
+
+    def __init__(self, env: dict[str, str], *words: str):
+        self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        self.process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(env, words)
+        )
+        self.process.start()
+
+    def _run(self, env: dict[str, str], words: Sequence[str]) -> None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.update({**ENV, **env})
+        sys.argv, (sys.stdout, sys.stderr) = [*words], self.streams
+        faulthandler.enable(self.streams[1])
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def send(self, number: int) -> None:
+        assert self.process.pid is not None  # 0 would be everybody
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code. One that hangs is aborted, and then says in its stderr where it was."""
+        self.process.join(PATIENCE)
+        if self.process.exitcode is None:
+            self.send(signal.SIGABRT)
+            self.process.join()
+        return int(self.process.exitcode or 0)
+
+    def end(self) -> Done:
+        code = self.wait()
+        for stream in self.streams:
+            stream.seek(0)
+        out, err = (stream.read() for stream in self.streams)
+        return Done(code, out, err)
+
+
+@contextmanager
+def forked(
+    command_file: str, *args: object, processes: int = 1, env: dict[str, str] | None = None
+) -> Iterator[list[Fork]]:
+    """The running command in forks, as many as torchrun would start, without torchrun; gone when the block is left."""
+    ranks: list[dict[str, str]] = [{}]
+    if processes > 1:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        ranks = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(processes)]
+    forks = [Fork({**rank, **(env or {})}, command_file, *map(str, args)) for rank in ranks]
+    try:
+        yield forks
+    finally:
+        for fork in forks:
+            fork.kill()
+            fork.process.join()
+
+
+def fork(
+    command_file: str, *args: object, processes: int = 1, env: dict[str, str] | None = None
+) -> Done:
+    """How the command ends in forks: the first code that is not 0, and what all of them wrote."""
+    with forked(command_file, *args, processes=processes, env=env) as forks:
+        ends = [fork.end() for fork in forks]
+    code = next((end.code for end in ends if end.code), 0)
+    return Done(code, "".join(end.out for end in ends), "".join(end.err for end in ends))
+
+
 def kill_when(
-    ready: Callable[[], bool], command_file: str, *args: object, env: dict[str, str] | None = None
-) -> int:
-    """Runs the command until `ready()`, then kills it with SIGKILL. Returns its exit code: -9 if it was killed."""
-    with started(command_file, *args, env=env) as process:
+    ready: Callable[[], bool], command_file: str, *args: object, env: dict[str, str] | None = None,
+    own_start: bool = False,
+) -> int:  # fmt: skip
+    """Runs the command in a fork, or in a process with its own start, until `ready()`, then kills it with SIGKILL.
+
+    Returns its exit code: -9 if it was killed.
+    """
+    with contextlib.ExitStack() as stack:
+        process: Any
+        if own_start:
+            process = stack.enter_context(started(command_file, *args, env=env))
+        else:
+            [process] = stack.enter_context(forked(command_file, *args, env=env))
         end = time.monotonic() + PATIENCE
         while not ready() and process.poll() is None:
             assert time.monotonic() < end, "nothing to kill for"
             time.sleep(0.002)
         process.kill()
-        return process.wait()
+        return int(process.wait())
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -57,8 +57,9 @@ def evaluated(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         {"name": name, "path": str(worlds.write_prompts(folder / f"{name}.jsonl", texts))}
         for name, texts in (("long", world.texts[:7]), ("short", world.texts[7:]))
     ]
-    done = worlds.call(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks))
-    assert done.code == 0, done.err
+    done = worlds.call(
+        COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks)
+    ).ok()
     return folder / "out", done
 
 
@@ -287,8 +288,7 @@ def test_predictions_stand_beside_what_was_measured(
 def test_rows_do_not_depend_on_the_batch(evaluated: tuple[Path, Done], tmp_path: Path) -> None:
     """Bug: with another batch size a prompt meets other random numbers, or another row's."""
     config = ["--config", evaluated[0] / "run.yaml", "--temperatures", "[1.0]"]
-    done = worlds.call(COMMAND, *config, "--out", tmp_path / "out", "--batch_size", 5)
-    assert done.code == 0, done.err
+    worlds.call(COMMAND, *config, "--out", tmp_path / "out", "--batch_size", 5).ok()
 
     def texts(out: Path) -> list[tuple]:
         fields = ("task", "id", "method", "output_ids", "rounds")
@@ -306,8 +306,7 @@ def test_a_list_on_the_command_line_replaces_that_of_the_file(
         f"methods: [{{name: a, k: 2, draft: {world.draft}}}, {{name: b, draft: {world.draft}}}]\n"
         f"tasks: [{{name: few, limit: 1, path: {tmp_path / 'few.jsonl'}}}]\n"
     )
-    done = evaluate(first=["--config", config])
-    assert done.code == 0, done.err
+    evaluate(first=["--config", config]).ok()
     entries = report_of(tmp_path / "out")["methods"]
     assert {(m["name"], m["draft"], m["k"], m["prompts"]) for m in entries} == {
         ("plain", None, 0, 3),
@@ -331,8 +330,7 @@ def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_pa
         rows = [{"id": str(i), "prompt": text} for i, text in enumerate(texts)]
         paths.append(tmp_path / f"{name}.jsonl")
         paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = evaluate("--tasks", tasks_of(*paths))
-    assert done.code == 0, done.err
+    done = evaluate("--tasks", tasks_of(*paths)).ok()
     assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
 
 
@@ -350,8 +348,7 @@ def test_generation_config_of_the_target_changes_no_verdict(
     told = tmp_path / "told"
     shutil.copytree(world.target, told)
     (told / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, **said}))
-    done = evaluate("--target", told, "--compare", "hf,hf-assisted,hf-lookup")
-    assert done.code == 0, done.err
+    done = evaluate("--target", told, "--compare", "hf,hf-assisted,hf-lookup").ok()
     assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
     engines = json.loads((tmp_path / "out" / "report.json").read_text())["engines"]
     assert {(e["engine"], e["same_as_ours"], len(e["failed"])) for e in engines} == {
@@ -366,8 +363,7 @@ def test_a_task_file_may_hold_blank_lines_and_any_letter(
     path = tmp_path / "own.jsonl"
     row = json.dumps({"prompt": "zq\u2028é"}, ensure_ascii=False)
     path.write_text(f'{row}\n{{"prompt": "zq"}}\n\n', encoding="utf-8")
-    done = evaluate("--tasks", tasks_of(path))
-    assert done.code == 0, done.err
+    evaluate("--tasks", tasks_of(path)).ok()
     assert len(lines_of(tmp_path / "out")) == 3 * 2
 
 
@@ -429,8 +425,7 @@ def test_a_failed_prompt_is_named_and_the_others_count(
     rows = [json.loads(line) for line in three.read_text().splitlines()]
     second = torch.tensor(worlds.byte_tokenizer()(rows[1]["prompt"])["input_ids"][:3])
     monkeypatch.setattr(NgramDraft, "propose", fails)
-    done = evaluate("--tasks", tasks_of(three))
-    assert done.code == 0, done.err
+    done = evaluate("--tasks", tasks_of(three)).ok()
     assert json.loads(done.out.splitlines()[-1])["failed"] == 1
     for entry in report_of(tmp_path / "out")["methods"]:
         failed = [(f["task"], f["error"]) for f in entry["failed"]]
@@ -466,20 +461,17 @@ def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
         own = [line for line in lines if '"key": ["runs"' in line and line.endswith("}")]
         return [line for line in own if '"repeats": 0' in line]  # a busy machine stalls, too
 
-    assert worlds.kill_when(lambda: len(measured()) >= 5, COMMAND, *command) == -9
+    ready = lambda: len(measured()) >= 5  # noqa: E731
+    assert worlds.kill_when(ready, COMMAND, *command, own_start=True) == -9
     kept = measured()
     assert 5 <= len(kept) < 24
-    done = worlds.run(COMMAND, *command)
-    assert done.code == 0, done.err
+    worlds.call(COMMAND, *command).ok()
     assert measured()[: len(kept)] == kept
     assert len(measured()) == len({json.dumps(json.loads(x)["key"]) for x in measured()}) == 24
     report, lines = report_of(tmp_path / "out"), lines_of(tmp_path / "out")
     assert report["resumed"] >= len(kept)
     assert len(lines) == 3 * 2 * 12
-    undisturbed = worlds.call(
-        COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)
-    )
-    assert undisturbed.code == 0, undisturbed.err
+    worlds.call(COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)).ok()
 
     def texts(rows: list[dict[str, Any]]) -> list[tuple]:
         return [
@@ -521,10 +513,7 @@ def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) ->
         {"name": "causal-base", "draft": str(world.draft)},
         {"name": "typical", "draft": str(world.draft), "rule": "typical"},
     ]
-    done = evaluate(
-        "--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 4000
-    )
-    assert done.code == 0, done.err
+    evaluate("--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 4000).ok()
     law = report_of(tmp_path / "out")["law"]
     assert [m["name"] for m in law["methods"]] == ["plain", "causal-base", "typical"]
     assert [m["passed"] for m in law["methods"]] == [True, True, False]
@@ -540,8 +529,7 @@ def test_a_rule_from_outside_is_accepted_and_labelled(
     """Bug: a lossy rule passes for lossless because its name is not Medusa's, or only known names are settings."""
     loose = replace(registry.find_rule("exact"), name="loose", lossless=False)
     monkeypatch.setitem(registry.VERIFICATION_RULES, "loose", loose)
-    done = evaluate("--methods", "[{name: ngram, rule: loose}, {name: suffix, rule: block}]")
-    assert done.code == 0, done.err
+    evaluate("--methods", "[{name: ngram, rule: loose}, {name: suffix, rule: block}]").ok()
     found = {
         m["name"]: (m["lossy"], m["verification"]) for m in report_of(tmp_path / "out")["methods"]
     }
@@ -551,8 +539,7 @@ def test_a_rule_from_outside_is_accepted_and_labelled(
 @pytest.mark.slow
 def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
     """Bug: another engine gets other prompts, stops elsewhere, or is timed on other tokens than it is credited with."""
-    done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted,hf-lookup")
-    assert done.code == 0, done.err
+    evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted,hf-lookup").ok()
     found = {(e["engine"], e["name"], e["task"]): e for e in report_of(tmp_path / "out")["engines"]}
     assert found.keys() == {
         (engine, name, task)
@@ -615,8 +602,7 @@ def test_simulated_acceptance_says_that_it_is(
 ) -> None:
     """Bug: made-up acceptance passes for a draft's own, or proves greedy identity."""
     methods = [{"name": "simulated", "alpha": [1.0, 0.0], "draft": str(world.draft)}]
-    done = evaluate("--methods", json.dumps(methods))
-    assert done.code == 0, done.err
+    evaluate("--methods", json.dumps(methods)).ok()
     entry = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "simulated")
     assert entry["alpha_by_position"][:2] == [1.0, 0.0]
     assert (entry["simulated"], entry["verification"]) == ([1.0, 0.0], "simulated")
@@ -630,8 +616,7 @@ def test_a_lookup_before_a_draft_is_a_method_of_its_own(
     alone = {"name": "causal", "draft": str(world.draft)}
     both = {**alone, "name": "causal+ngram", "lookup": "ngram", "min_match": 1}
     both["dtype"] = "bfloat16"
-    done = evaluate("--methods", json.dumps([alone, both]), "--max_new_tokens", 24)
-    assert done.code == 0, done.err
+    evaluate("--methods", json.dumps([alone, both]), "--max_new_tokens", 24).ok()
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
     assert entries["causal+ngram"]["lookup"] == {"name": "ngram", "min_match": 1}
@@ -657,8 +642,7 @@ def test_an_adaptive_length_is_a_method_of_its_own(
     """Bug: the setting is dropped, changes the text, or its numbers pass for those of the draft at K."""
     alone = {"name": "causal", "draft": str(world.draft)}
     costs = {"round_ms": [1, 1.2, 1.4], "adaptive": "both", "confidence": 0.5}
-    done = evaluate("--methods", json.dumps([alone, {**alone, **costs, "name": "adaptive"}]))
-    assert done.code == 0, done.err
+    evaluate("--methods", json.dumps([alone, {**alone, **costs, "name": "adaptive"}])).ok()
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
     assert entries["adaptive"]["adaptive"] == {"by": "both", "confidence": 0.5}
@@ -679,8 +663,7 @@ def test_mirror_is_a_method_of_its_own(world: World, evaluate: Callable, tmp_pat
     """Bug: the setting is dropped, changes text or rounds, or its numbers pass for those of the draft alone."""
     alone = {"name": "causal", "draft": str(world.draft)}
     beside = {**alone, "name": "mirror", "mirror": {"exit_layer": 1, "branches": 2}}
-    done = evaluate("--methods", json.dumps([alone, beside]), "--phase_prompts", 3)
-    assert done.code == 0, done.err
+    evaluate("--methods", json.dumps([alone, beside]), "--phase_prompts", 3).ok()
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
     mirror = entries["mirror"]["mirror"]
@@ -721,8 +704,7 @@ def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path:
 def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: in bf16 every near-tie is a failure, or a margin is missing from the list."""
     path = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
-    done = evaluate("--tasks", tasks_of(path), "--dtype", "bfloat16", "--max_new_tokens", 32)
-    assert done.code == 0, done.err
+    evaluate("--tasks", tasks_of(path), "--dtype", "bfloat16", "--max_new_tokens", 32).ok()
     for entry in (m for m in report_of(tmp_path / "out")["methods"] if m["task"] == "all"):
         verdict = entry["lossless"]
         assert verdict["greedy_identical"] is True, verdict["failures"]
@@ -733,50 +715,14 @@ def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -
 # ---- bad input destroys nothing ----
 
 
-def test_a_draft_with_another_tokenizer_is_refused(
-    world: World, evaluate: Callable, tmp_path: Path
-) -> None:
-    """Bug: the vocabulary sizes agree, so it decodes, and accepts next to nothing."""
-    method = {"name": "causal", "draft": str(world.stranger)}
-    error = evaluate("--methods", json.dumps([method])).error()
-    assert str(world.stranger) in error
-    assert str(world.target) in error
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path) -> None:
-    """Bug: the hint is lost, or the exit code is that of a crash."""
-    done = worlds.run(COMMAND, *arguments(world, tmp_path / "out"), "--max_new_tokns", 3)
-    assert "did you mean 'max_new_tokens'" in done.error()
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
+        (["--max_new_tokns", "3"], "did you mean 'max_new_tokens'"),
         (["--methods", "[{name: ngram, drft: x}]"], "drft"),
-        (["--methods", "[{name: causal}]"], "causal"),
-        (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
-        (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
-        (["--methods", "[{name: plain}]"], "plain"),
         (["--methods", "[{name: ngram, rule: exacct}]"], "exact, block, typical"),
-        (["--acceptance.pairs", "[[ngram, medusa]]"], "medusa"),
-        (["--tasks", "[{name: cod}]"], "cod"),
-        (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),
-        (["--temperatures", "[]"], "temperature"),
-        (["--temperatures", "[-1.0]"], "temperature"),
-        (["--k", "0"], "k"),
-        (["--max_new_tokens", "0"], "max_new_tokens"),
-        (["--batch_size", "0"], "batch_size"),
-        (["--compare", "hf,tgi"], "tgi"),
-        (["--compare", "vllm"], "vllm_python"),
-        (["--compare", "vllm", "--vllm_python", "no/such/python"], "no/such/python"),
         (["--compare", "hf-assisted", "--methods", "[{name: ngram}]"], "causal"),
         (["--compare", "hf-lookup", "--methods", "[{name: suffix}]"], "ngram"),
-        (["--check_law", "100"], "temperature"),
-        (["--methods", "[{name: simulated}]"], "alpha"),
-        (["--methods", "[{name: simulated, alpha: [1.5]}]"], "alpha"),
         (["--methods", "[{name: s, alpha: [0.5]}]", "--temperatures", "[1.0]"], "temperature"),
         (["--methods", "[{name: s, alpha: [0.5], lookup: ngram}]"], "no lookup"),
         (["--methods", "[{name: ngram, lookup: suffix}]"], "no model for a lookup"),
@@ -842,28 +788,3 @@ def test_a_bad_task_file_is_named(
     assert str(path) in error
     assert named in error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("names", [["own", "own"], ["own", "all"]])
-def test_tasks_must_be_told_apart(evaluate: Callable, tmp_path: Path, names: list[str]) -> None:
-    """Bug: of two tasks with one name the first is lost; one named `all` is mixed with the pooled entry."""
-    path = worlds.write_prompts(tmp_path / "own.jsonl", ["zq"])
-    tasks = [{"name": name, "path": str(path)} for name in names]
-    assert names[1] in evaluate("--tasks", json.dumps(tasks)).error()
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_another_run_s_report_is_refused_until_told(evaluate: Callable, tmp_path: Path) -> None:
-    """Bug: a report is overwritten by one of other settings, or another's folder is deleted."""
-    assert evaluate().code == 0
-    before = contents(tmp_path / "out")
-    error = evaluate("--k", 2).error()
-    assert "--overwrite" in error
-    assert contents(tmp_path / "out") == before
-    assert evaluate("--k", 2, "--overwrite", "true").code == 0
-    assert {entry["k"] for entry in report_of(tmp_path / "out")["methods"]} == {0, 2}
-    (tmp_path / "out" / "run.yaml").unlink()  # now it looks like nobody's
-    before = contents(tmp_path / "out")
-    assert str(tmp_path / "out") in evaluate("--overwrite", "true").error()
-    assert contents(tmp_path / "out") == before

@@ -89,8 +89,7 @@ def test_the_command_tells_a_copy_from_a_changed_target(world: World, tmp_path: 
     done = worlds.call(
         "eval/transfer.py", world.draft, "--targets", json.dumps(targets), "--k", 3, "--max_new_tokens", 24,
         "--tasks", json.dumps([{"name": "own", "path": str(world.prompts)}]), "--out", tmp_path / "transfer.json",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     facts = json.loads(done.out.splitlines()[-1])
     assert facts == json.loads((tmp_path / "transfer.json").read_text())
     by_target = {x["target"]: x for x in facts["targets"] if x["temperature"] == 0}
@@ -113,8 +112,7 @@ def test_a_target_is_compared_with_itself_in_eight_bits(world: World) -> None:
         "eval/transfer.py", world.draft, "--targets", twice, "--k", 3, "--max_new_tokens", 24,
         "--tasks", json.dumps([{"name": "own", "path": str(world.prompts)}]), "--temperatures", "[0.0]",
     ]  # fmt: skip
-    done = worlds.call(*arguments, "--dtype", "[float32, int8]")
-    assert done.code == 0, done.err
+    done = worlds.call(*arguments, "--dtype", "[float32, int8]").ok()
     own, rounded = json.loads(done.out.splitlines()[-1])["targets"]
     assert (own["dtype"], rounded["dtype"]) == ("float32", "int8")
     assert own["share"] == 1

@@ -1,6 +1,5 @@
 """A case of bad input, and what every case must do: exit code 2, one line of advice, every file as it was."""
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ def drop_flags(words: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """{path: what is there} of everything below `folder`: links and their goals, files with size, time and digest."""
+    """{path: what is there} of everything below `folder`: links and their goals, files with size and time."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -93,9 +92,10 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
             found[name] = ("link", str(path.readlink()))
         elif path.is_file():
             facts = path.stat()
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            changed = 0 if path.name == RUN_FILE else facts.st_mtime_ns  # it may be written back
-            found[name] = ("file", facts.st_size, changed, digest)
+            if path.name == RUN_FILE:  # it may be written back
+                found[name] = ("file", path.read_bytes())
+            else:
+                found[name] = ("file", facts.st_size, facts.st_mtime_ns)
         else:
             found[name] = ("folder",)
     return found

@@ -159,8 +159,7 @@ def build(folder: Path) -> Lab:
 
 
 def finish(lab: Lab, command: str, more: str) -> None:
-    done = call(command, lab.words(f"{BASE[command]} {more}", lab.folder), lab.folder)
-    assert done.code == 0, done.err
+    call(command, lab.words(f"{BASE[command]} {more}", lab.folder), lab.folder).ok()
 
 
 def call(command: str, argv: Sequence[str], cwd: Path) -> Done:

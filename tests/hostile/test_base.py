@@ -35,8 +35,7 @@ def test_the_base_works(command: str, lab: Lab, tmp_path: Path) -> None:
     for step in QUICK[command]:
         step(lab, tmp_path)
     before = snapshot(lab.folder)
-    done = call(command, lab.words(BASE[command], tmp_path), tmp_path)
-    assert done.code == 0, done.err
+    call(command, lab.words(BASE[command], tmp_path), tmp_path).ok()
     assert difference(before, snapshot(lab.folder)) == []
 
 
@@ -44,8 +43,7 @@ def test_the_base_works(command: str, lab: Lab, tmp_path: Path) -> None:
 def test_the_base_goes_on_in_its_own_folder(command: str, lab: Lab, tmp_path: Path) -> None:
     """Catches a lab whose earlier runs no command takes for its own: no case of overwriting would test anything."""
     copy(EARLIER_RUNS[command], "out")(lab, tmp_path)
-    done = call(command, lab.words(f"{BASE[command]} --overwrite true", tmp_path), tmp_path)
-    assert done.code == 0, done.err
+    call(command, lab.words(f"{BASE[command]} --overwrite true", tmp_path), tmp_path).ok()
 
 
 @pytest.mark.parametrize(

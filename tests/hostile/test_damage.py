@@ -329,8 +329,7 @@ def test_a_changed_draft_is_said(
     given = f"--draft {draft} --k 2"
     if command == "eval/run.py":
         given = f"--methods '[{{name: {name}, draft: {draft}, k: 2}}]'"
-    done = call(command, lab.words(f"{BASE[command]} {given}", tmp_path), tmp_path)
-    assert done.code == 0, done.err
+    done = call(command, lab.words(f"{BASE[command]} {given}", tmp_path), tmp_path).ok()
     lines = [line for line in done.err.splitlines() if line.startswith("warning: ")]
     assert any("draftsmith.json" in line for line in lines), done.err
 
@@ -358,8 +357,7 @@ def test_damaged_prompts_are_written_again(
     log = tmp_path / "out" / "written.jsonl"
     before = log.read_bytes() if log.exists() else b""
     words = lab.words(f"{BASE['train/write_prompts.py']} --resume true", tmp_path)
-    done = call("train/write_prompts.py", words, tmp_path)
-    assert done.code == 0, done.err
+    done = call("train/write_prompts.py", words, tmp_path).ok()
     wanted = (lab.folder / "written" / "prompts.jsonl").read_bytes()
     assert (tmp_path / "out" / "prompts.jsonl").read_bytes() == wanted
     assert wanted.count(b"\n") > 1

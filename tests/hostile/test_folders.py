@@ -33,6 +33,7 @@ FOREIGN = [
     *(Case(command, "", "photos", (link("out/photos", "/usr"),)) for command in RUNS),
     *(Case(command, "", "out", (remove("out"), THESIS)) for command in RUNS),
     *(Case(command, "--overwrite false", "out", (remove("out"), THESIS)) for command in RUNS),
+    *(Case(command, "--overwrite false --resume true", "out", (remove("out"), THESIS)) for command in RUNS[:3]),
     *(Case(command, "", "out", (remove("out/run.yaml"),)) for command in RUNS),
     *(Case(command, "--overwrite false --seed 5", ("seed", "--overwrite"), ()) for command in RUNS),
     *(Case(command, "--out $tmp/one --overwrite true", "one", (folder("one"), write("one/thesis.tex", "x"))) for command in RUNS),

@@ -131,11 +131,11 @@ def test_a_killed_bench_goes_on(tmp_path: Path) -> None:
     command = [STAND_IN, "--names", "[a, b, c]", "--log", tmp_path / "log", "--out", out]
     file = tmp_path / "out.json.cells" / "journal.jsonl"
     kept = lambda: file.read_text().split("\n")[1:-1] if file.is_file() else []  # noqa: E731
-    assert worlds.kill_when(lambda: len(kept()) >= 2, *map(str, command), "--seconds", "0.2") == -9
+    words = [*map(str, command), "--seconds", "0.2"]
+    assert worlds.kill_when(lambda: len(kept()) >= 2, *words, own_start=True) == -9
     finished = [json.loads(line) for line in kept()]
     assert 2 <= len(finished) < 6
-    done = worlds.run(*map(str, command), "--seconds", "0.2")
-    assert done.code == 0, done.err
+    done = worlds.run(*words).ok()
     result = json.loads(out.read_text())
     assert result == json.loads(done.out.splitlines()[-1])
     for line in finished:

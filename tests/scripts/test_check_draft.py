@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,13 @@ from decode.serving.rules import REFUSED, SILENT, read_draft, read_target
 from eval.served.mistakes import Mistake, mistakes
 from eval.served.reading import edit_tensors, rename
 from eval.served.suspects import readings
+from tests import worlds
 from tests.decode.checkpoints.test_importers import exported
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
 from tests.heads import fields, ids_of, net_of, randomise
 from tests.scripts import test_check_blocks
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
+ASSETS, COMMAND = worlds.ROOT / "assets", "scripts/check_draft.py"
 DAMAGE = [
     pytest.param(family, mistake, id=name)
     for family, own in mistakes(LAYERS).items()
@@ -252,25 +251,20 @@ def test_every_rule_of_heads_is_tested() -> None:
             assert shown_for or rule.name in elsewhere, (name, rule)
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/check_draft.py", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ASSETS.parent)
-
-
-@pytest.mark.slow
 def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None:
     """Catches exit codes that no script could rely on: 0 as trained, 1 wrong, 2 no draft; and JSON beside noise."""
-    fine = run(str(good["eagle3"]), "--engine", "vllm", "--target", target, "--json", "true")
-    assert (fine.returncode, json.loads(fine.stdout)["findings"]) == (0, []), fine.stderr
+    words = ("--engine", "vllm", "--target", target, "--json", "true")
+    fine = worlds.call(COMMAND, good["eagle3"], *words)
+    assert (fine.code, json.loads(fine.out)["findings"]) == (0, []), fine.err
     folder = tmp_path / "draft"
     shutil.copytree(good["eagle3"], folder)
     mistakes(LAYERS)["eagle3"]["d2t is missing"].edit(folder)
-    bad = run(str(folder), "--engine", "vllm")
-    assert bad.returncode == 1
-    assert "map-missing" in bad.stdout
-    nothing = run(str(tmp_path / "nowhere"), "--engine", "vllm")
-    assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.count("\n") == 1
+    bad = worlds.call(COMMAND, folder, "--engine", "vllm")
+    assert bad.code == 1
+    assert "map-missing" in bad.out
+    nothing = worlds.call(COMMAND, tmp_path / "nowhere", "--engine", "vllm")
+    assert nothing.error()
+    assert nothing.out == ""
 
 
 def test_a_family_without_rules_is_not_called_fit(good: dict[str, Path], tmp_path: Path) -> None:

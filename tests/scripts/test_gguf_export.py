@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from decode.model.formats.gguf_reader import read_file
 from decode.model.loading import Target, load_model, load_target, load_tokenizer
 from decode.serving import gguf_export
 from decode.serving.gguf_export import write_gguf
+from tests import worlds
+from tests.params import pairwise
 from tests.tiny import rope, tiny_model
 from tests.worlds import ROOT
 
@@ -96,9 +96,9 @@ def test_all_named_templates_are_written_and_read_again(tmp_path: Path) -> None:
     assert asked.decode(encode_prompt(asked, "hi")) == "R2026"
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("rows", [0, 4100])
+@pytest.mark.parametrize(
+    ("arch", "flag", "rows"), pairwise(["llama", "qwen2"], [True, False], [0, 4100])
+)
 def test_the_head_that_is_there_is_written(
     arch: str, flag: bool, rows: int, tmp_path: Path
 ) -> None:
@@ -152,9 +152,10 @@ def test_a_draft_gets_the_targets_rows(rows: int, tmp_path: Path) -> None:
     assert header["tokenizer.ggml.pre"] == "smollm"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "arch", "dtype"),
+    pairwise([True, False], ["llama", "qwen2"], ["float32", "float16", "bfloat16"]),
+)
 def test_llamacpp_drafts_trained_tokens_alone(
     tied: bool, arch: str, dtype: Any, tmp_path: Path
 ) -> None:
@@ -207,12 +208,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_model_that_loads(tmp_path: Path) -> None:
     """The bundled draft through scripts/export.py; catches a layout that the command does not know."""
-    done = subprocess.run(
-        [sys.executable, "scripts/export.py", "assets/draft", "--format", "gguf", "--target", "assets/target",
-         "--dtype", "bfloat16", "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ["--format", "gguf", "--target", ROOT / "assets/target", "--dtype", "bfloat16"]
+    worlds.call("scripts/export.py", ROOT / "assets/draft", *words, "--out", tmp_path / "out").ok()
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.gguf"]
     model = load_model(str(tmp_path / "out"), "draft", "cpu", "float32")
     bundled = load_model(str(ROOT / "assets/draft"), "draft", "cpu", "float32")

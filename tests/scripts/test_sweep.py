@@ -57,8 +57,7 @@ def test_a_grid_is_ranked_and_averaged_over_seeds(tmp_path: Path) -> None:
     near = pytest.approx(-0.04)
     assert rows[1]["to_best"] == {"mean": near, "ci": [near] * 2, "seeds": 2}
     assert "| 0.9 | -0.3600 [-0.3600, -0.3600] | 2 |" in text
-    done = sweep(out, grid="{lr: [0.3, 0.1, 0.9, 0.5], seed: [0, 2]}", goal="min")
-    assert done.code == 0, done.err
+    done = sweep(out, grid="{lr: [0.3, 0.1, 0.9, 0.5], seed: [0, 2]}", goal="min").ok()
     assert all(len(starts) == 1 for starts in lines_of(out, "starts.txt").values())
     assert [row["settings"]["lr"] for row in table(out)["rows"]] == [0.9, 0.1, 0.5, 0.3]
     assert json.loads(done.out.splitlines()[-1])["best"]["settings"] == {"lr": 0.9}
@@ -198,19 +197,15 @@ def test_two_machines_never_run_one_trial_twice(tmp_path: Path) -> None:
         ({"grid": "{lr: 0.1}"}, "grid.lr is 0.1"),
         ({"grid": "{out: [a]}"}, "out cannot be swept: the sweep sets it"),
         ({"grid": "{lr: [0.1]}", "random": "{lr: [0.1]}"}, "lr cannot be swept: it is in grid and"),
-        ({"random": "{lr: {low: 2, high: 1}}"}, "random.lr: give low below high"),
         ({"random": "{lr: {low: 0, high: 1, scale: log}}"}, "low above 0 on a log scale"),
         ({"random": "{lr: {low: 0}}"}, "high"),
         ({"grid": "{lr: [0.1], seed: [1, 2]}", "random": "{steps: [1]}", "draws": 6000}, "12,000"),
         ({"grid": "{lr: [0.1]}", "words": "[--kinds, x]"}, "kinds"),
-        ({"grid": "{lr: [0.1]}", "recipe": "gone.yaml"}, "gone.yaml does not exist"),
         ({"grid": "{lr: [0.1]}", "command": "train/gone.py"}, "train/gone.py is no command"),
-        ({"grid": "{lr: [0.1]}", "command": "train/trainer/loop.py"}, "is no command"),
         ({"grid": "{lr: [0.1]}", "command": "scripts/test.sh"}, "is no command"),
         ({"grid": "{lr: [0.1]}", "command": "../x.py"}, "is no command"),
         ({"grid": "{k: [1]}", "command": "decode/generate.py"}, "decode/generate.py has no setting out"),
         ({"grid": "{seed: [1]}", "command": "eval/run.py", "words": "[--overwrite, true]"}, "overwrite"),
-        ({"grid": "{lr: [0.1]}", "launch": "[A=1 no-such-program]"}, "no program no-such-program"),
         ({"grid": "{lr: [0.1]}", "launch": "[\"A='1\"]"}, "close the quote"),
     ],
 )  # fmt: skip

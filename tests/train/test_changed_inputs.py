@@ -98,8 +98,7 @@ def test_sampling_goes_on_with_the_same_target_only(world: World, tmp_path: Path
     tune(world.target)
     now = weights(world.target)
     assert_refused(sample(world, out), out, before, "another target", then, now)
-    done = sample(world, out, "--allow_changed", "true")
-    assert done.code == 0, done.err
+    done = sample(world, out, "--allow_changed", "true").ok()
     assert f"weights {then} then, {now} now" in done.err
     assert sample(world, tmp_path / "fresh").code == 0
     fresh, found = rows_of(tmp_path / "fresh"), rows_of(out)
@@ -157,8 +156,7 @@ def test_a_copy_of_the_target_goes_on(world: World, tmp_path: Path) -> None:
     assert sample(world, tmp_path / "undisturbed").code == 0
     stopped(world, out)
     copy = shutil.copytree(world.target, tmp_path / "elsewhere")
-    done = sample(world, out, "--target", copy, "--resume", "true")
-    assert done.code == 0, done.err
+    done = sample(world, out, "--target", copy, "--resume", "true").ok()
     assert "warning" not in done.err
     assert rows_of(out) == rows_of(tmp_path / "undisturbed")
     [told] = read_manifest(out).fingerprints
@@ -172,8 +170,7 @@ def test_shards_of_earlier_versions_go_on(world: World, tmp_path: Path) -> None:
     for path in (out / "shards").glob("*.parquet"):
         pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
     tune(world.target)
-    done = sample(world, out)
-    assert done.code == 0, done.err
+    done = sample(world, out).ok()
     [said] = [line for line in done.err.splitlines() if "warning" in line]
     assert "name no target" in said
 
@@ -183,8 +180,7 @@ def test_texts_as_they_stand_are_of_no_target(world: World, tmp_path: Path) -> N
     out = tmp_path / "out"
     assert sample_texts(world, out).code == 0
     tune(world.target)
-    done = sample_texts(world, out)
-    assert done.code == 0, done.err
+    sample_texts(world, out).ok()
     assert read_manifest(out).fingerprints == []
 
 
@@ -213,8 +209,7 @@ def replaced_set(world: World, data: Path) -> None:
 
 def extended_set(world: World, data: Path) -> None:
     worlds.write_prompts(world.prompts, [*world.texts, "another prompt", "and one more"])
-    done = sample(world, data)
-    assert done.code == 0, done.err
+    sample(world, data).ok()
 
 
 def shortened_set(world: World, data: Path) -> None:
@@ -255,15 +250,13 @@ def test_training_goes_on_with_the_same_inputs_only(
     change(world, data)
     assert_refused(distill(world, data, out), out, before, words, "step-000004")
     more = ["--resume", "true", "--loop.steps", 6]
-    done = distill(world, data, out, *more, "--allow_changed", "true")
-    assert done.code == 0, done.err
+    done = distill(world, data, out, *more, "--allow_changed", "true").ok()
     assert words in done.err
     facts = json.loads((out / "draftsmith.json").read_text())
     assert facts["target"]["weights"] == weights(world.target)
     assert facts["inputs"][0] == learned
     assert len(facts["inputs"]) == 2
-    done = distill(world, data, out, *more)  # the last checkpoint is of what was allowed
-    assert done.code == 0, done.err
+    done = distill(world, data, out, *more).ok()  # the last checkpoint is of what was allowed
     assert "warning" not in done.err
 
 
@@ -279,8 +272,7 @@ def test_another_targets_answers_are_not_trained_on(
     assert not out.exists()
     mixed = json.dumps([{"path": str(data)}, {"path": str(data), "weight": 2}])
     assert then in distill(world, mixed, out).error()
-    done = distill(world, data, out, "--allow_changed", "true")
-    assert done.code == 0, done.err
+    done = distill(world, data, out, "--allow_changed", "true").ok()
     assert f"weights {then} then" in done.err
 
 
@@ -291,8 +283,7 @@ def test_answers_in_another_dtype_are_said_and_used(
     manifest = json.loads((data / "manifest.json").read_text())
     manifest["fingerprints"][0]["dtype"] = "bfloat16"
     (data / "manifest.json").write_text(json.dumps(manifest))
-    done = distill(world, data, tmp_path / "out")
-    assert done.code == 0, done.err
+    done = distill(world, data, tmp_path / "out").ok()
     [said] = [line for line in done.err.splitlines() if "warning" in line]
     assert "answered in bfloat16, and the target teaches in float32" in said
 
@@ -308,8 +299,7 @@ def test_the_same_rows_elsewhere_go_on(world: World, data: Path, tmp_path: Path)
     write_manifest(data, manifest)
     copy = shutil.copytree(world.target, tmp_path / "elsewhere")
     more = ["--target", copy, "--resume", "true", "--loop.steps", 6]
-    done = distill(world, data, out, *more)
-    assert done.code == 0, done.err
+    done = distill(world, data, out, *more).ok()
     assert "warning" not in done.err
 
 
@@ -324,8 +314,7 @@ def test_what_earlier_versions_left_goes_on(world: World, data: Path, tmp_path: 
         found = json.loads(path.read_text())
         path.write_text(json.dumps({k: v for k, v in found.items() if k not in ("inputs", "sha256")}))  # fmt: skip
     tune(world.target)
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    distill(world, data, out).ok()
     assert json.loads((out / "draftsmith.json").read_text())["target"]["weights"] == weights(world.target)  # fmt: skip
 
 
@@ -340,8 +329,7 @@ def test_features_are_of_one_target(world: World, tmp_path: Path) -> None:
     assert distill(world, texts, tmp_path / "first", *with_features).code == 0
     shards = contents(stored)
     copy = shutil.copytree(world.target, tmp_path / "elsewhere")
-    done = distill(world, texts, tmp_path / "second", *with_features, "--target", copy)
-    assert done.code == 0, done.err
+    distill(world, texts, tmp_path / "second", *with_features, "--target", copy).ok()
     assert (tmp_path / "first" / "model.safetensors").read_bytes() == (
         tmp_path / "second" / "model.safetensors"
     ).read_bytes()
@@ -353,8 +341,7 @@ def test_features_are_of_one_target(world: World, tmp_path: Path) -> None:
         assert word in error
     assert contents(stored) == shards
     assert not (tmp_path / "third").exists()
-    done = distill(world, texts, tmp_path / "third", *with_features, "--allow_changed", "true")
-    assert done.code == 0, done.err
+    done = distill(world, texts, tmp_path / "third", *with_features, "--allow_changed", "true").ok()
     assert then in done.err
 
 
@@ -369,6 +356,5 @@ def test_features_of_an_earlier_version_are_read(world: World, tmp_path: Path) -
         earlier = {"target": "t", "revision": None, "weights": "0" * 16, "dtype": "float32"}
         path.write_text(json.dumps(found | earlier))
     before = contents(stored)
-    done = distill(world, texts, tmp_path / "second", "--features", stored)
-    assert done.code == 0, done.err
+    distill(world, texts, tmp_path / "second", "--features", stored).ok()
     assert contents(stored) == before

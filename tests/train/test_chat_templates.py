@@ -100,8 +100,7 @@ def test_prompts_are_those_of_the_setting(target: Path, tmp_path: Path, case: st
     """Bug: a traceback after all sampling (several templates), no setting, a row's own arguments that are ignored."""
     words, setting = SETTINGS[case]
     rows = ROWS if setting.get("name") != "tool_use" else [ROWS[5]]
-    done = sample(target, tmp_path, rows, *words)
-    assert done.code == 0, done.err
+    sample(target, tmp_path, rows, *words).ok()
     given = {"chat_template" if key == "name" else key: value for key, value in setting.items()}
     # a null or an empty mapping says nothing, so that "zq five" and "zq six" are as the setting says
     right = sorted(rendered(target, row, **given) for row in rows)
@@ -114,8 +113,7 @@ def test_prompts_are_those_of_the_setting(target: Path, tmp_path: Path, case: st
 
 def test_what_rows_had_of_their_own_is_kept(target: Path, tmp_path: Path) -> None:
     """Bug: two modes of one prompt count as a repeat, and the set does not say which row had which."""
-    done = sample(target, tmp_path, ROWS, "--template", "{enable_thinking: true}")
-    assert done.code == 0, done.err
+    sample(target, tmp_path, ROWS, "--template", "{enable_thinking: true}").ok()
     rows = sample_store.read_shards(tmp_path / "out")
     kept = [
         json.loads(row["chat_template_kwargs"]) for row in rows if "chat_template_kwargs" in row
@@ -196,8 +194,7 @@ def test_a_row_with_bad_arguments_costs_itself(target: Path, tmp_path: Path, cas
     bad, line = BAD_ROWS[case]
     good = [{"prompt": f"zq {i}", "chat_template_kwargs": {"date": f"day {i}"}} for i in range(6)]
     rows = [*good, {"prompt": "zq bad", **bad}]
-    done = sample(target, tmp_path, rows, "--template", "dated", "--max_bad_rows", 0.3)
-    assert done.code == 0, done.err
+    done = sample(target, tmp_path, rows, "--template", "dated", "--max_bad_rows", 0.3).ok()
     assert any("rows.jsonl:7" in said and line in said for said in done.err.splitlines())
     right = sorted(rendered(target, row, chat_template="dated") for row in good)
     assert prompts_in(target, tmp_path / "out") == right
@@ -215,8 +212,7 @@ def test_answers_of_two_templates_are_not_mixed(target: Path, tmp_path: Path) ->
     template = mine / "chat_template.jinja"
     template.write_text(template.read_text() + "\n")
     assert "are of another target (chat template " in sample(mine, tmp_path, ROWS[:2]).error()
-    allowed = sample(mine, tmp_path, ROWS[:2], "--allow_changed", "true")
-    assert allowed.code == 0, allowed.err
+    sample(mine, tmp_path, ROWS[:2], "--allow_changed", "true").ok()
 
 
 def test_the_doctor_reads_sets_as_they_were_rendered(target: Path, tmp_path: Path) -> None:
@@ -227,8 +223,7 @@ def test_the_doctor_reads_sets_as_they_were_rendered(target: Path, tmp_path: Pat
     own = [{**row, "chat_template_kwargs": OFF} for row in rows[:3]]
     for folder, some, setting in ((dated, rows, words), (switched, [*rows, *own], {})):
         folder.mkdir()
-        done = sample(target, folder, some, "--template", json.dumps(setting))
-        assert done.code == 0, done.err
+        sample(target, folder, some, "--template", json.dumps(setting)).ok()
     data = json.dumps([{"path": str(dated / "out")}, {"path": str(switched / "out")}])
     suspicious = {
         "made with another chat template", "prompt is rendered otherwise", "chat cannot be read back",
@@ -300,8 +295,7 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
         "--check.prompts", 3, "--check.k", 1, "--check.max_new_tokens", 2,
     ]  # fmt: skip
     for again in ("false", "true"):  # the templates in the folder are this command's own
-        done = worlds.call("train/distill.py", *words, "--overwrite", again)
-        assert done.code == 0, done.err
+        done = worlds.call("train/distill.py", *words, "--overwrite", again).ok()
     assert load_tokenizer(str(out)).chat_template == TEMPLATES
     assert json.loads((out / METADATA_FILE).read_text())["templates"] == [OFF]
     assert trained_templates(str(out)) == [OFF]
@@ -316,8 +310,7 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
         "eval/run.py", "--target", target, "--methods", json.dumps([{"name": "causal", "draft": str(out)}]),
         "--tasks", json.dumps([{"name": "own", "path": str(tmp_path / "s1" / "rows.jsonl")}]), "--k", 1,
         "--temperatures", "[0]", "--max_new_tokens", 3, "--phase_prompts", 0, "--out", tmp_path / "report",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert (
         "prompts are rendered with --template '{enable_thinking: false}', as in the training"
         in done.err
@@ -333,8 +326,7 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
     done = worlds.call(
         "decode/generate.py", "--target", target, "--prompt", "zq one", "--draft", out, "--k", 1,
         "--template", "{enable_thinking: true}", "--max_new_tokens", 2,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert "was trained on prompts rendered with '{enable_thinking: false}'" in done.err
     assert "and these are rendered with '{enable_thinking: true}'" in done.err
 

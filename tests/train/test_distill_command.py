@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from tests import worlds
 from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
@@ -33,30 +33,11 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return worlds.build(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples whose answers have between 1 and 40 tokens, in several shards."""
-    return worlds.sampled(
-        world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40, "--shard_rows", 16
-    )
-
-
-@pytest.fixture(scope="module")
 def undisturbed(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft that one process trained from start to end."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    distill(world, data, out).ok()
     return out
-
-
-@pytest.fixture(scope="module")
-def target(world: World) -> Target:
-    return load_target(str(world.target), "cpu")
 
 
 @pytest.fixture
@@ -114,8 +95,7 @@ def test_attention_in_blocks_and_layers_computed_again_change_nothing(
     done = train(
         "--draft.attention", "blockwise", "--draft.activation_checkpointing", "true",
         "--loop.pack", "true", "--loop.eval_every", 0,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert "not used" not in done.err
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(undisturbed), rel=1e-4)
 
@@ -133,10 +113,10 @@ def test_killed_and_started_again_ends_with_the_same_bits(
     """Bug: after a kill other batches, a fresh optimiser or a half-written checkpoint change the draft."""
     out = tmp_path / "out"
     pointer = out / "checkpoints" / "latest"
-    assert worlds.kill_when(pointer.is_file, COMMAND, *arguments(world, data, out)) == -9
+    words = arguments(world, data, out)
+    assert worlds.kill_when(pointer.is_file, COMMAND, *words, own_start=True) == -9
     assert not (out / WEIGHTS).exists()
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    done = distill(world, data, out).ok()
     assert "from step 0" not in done.err
     assert_same_run(out, undisturbed)
 
@@ -190,8 +170,7 @@ def test_killed_just_before_a_rename(
         patch.setattr(Path, "replace", killed)
         assert train().code == 130
     assert len(list(tmp_path.rglob(f"{file}.tmp"))) == 1
-    done = train()
-    assert done.code == 0, done.err
+    done = train().ok()
     assert f"from step {step}" in done.err
     assert_same_run(tmp_path / "out", undisturbed)
     assert list(tmp_path.rglob("*.tmp")) == []
@@ -229,8 +208,7 @@ def test_a_finished_run_is_left_as_it_is(
 ) -> None:
     """Bug: the same command again trains on, or writes another draft."""
     assert train().code == 0
-    done = train()
-    assert done.code == 0, done.err
+    done = train().ok()
     assert f"from step {STEPS}" in done.err
     assert_same_run(tmp_path / "out", undisturbed)
 
@@ -246,8 +224,7 @@ def test_two_processes_equal_one(
     """
     out = tmp_path / "out"
     command = worlds.ROOT / COMMAND
-    done = worlds.run("tests/in_chunks.py", command, *arguments(world, data, out), processes=2)
-    assert done.code == 0, done.err
+    worlds.fork("tests/in_chunks.py", command, *arguments(world, data, out), processes=2).ok()
     assert facts_of(out)["processes"] == 2
     assert facts_of(undisturbed)["processes"] == 1
     assert losses_of(out) == pytest.approx(losses_of(undisturbed), abs=1e-5)
@@ -279,11 +256,10 @@ def test_answers_are_of_unequal_length(data: Path) -> None:
 
 def test_the_loss_falls_and_acceptance_rises(train: Callable, tmp_path: Path) -> None:
     """Bug: the sign of the loss, a frozen optimiser, or labels that are shifted by one."""
-    done = train(
+    train(
         "--loop.steps", 40, "--loop.lr", 1e-2, "--loop.batch_size", 16, "--loop.micro_batch", 16,
         "--loop.save_every", 40, "--loop.eval_every", 40,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     losses = losses_of(tmp_path / "out")
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     overlaps = [overlap for _, overlap in metrics_of(tmp_path / "out", "train/overlap")]
@@ -304,8 +280,7 @@ def test_a_draft_cut_from_the_target(
     """Bug: the cut keeps other layers, saves a config that does not fit them, or changes the target."""
     out = tmp_path / "out"
     settings = ["--draft.init", "", "--draft.layers", json.dumps(layers), "--loop.lr", 1e-30]
-    done = distill(world, data, out, *settings)
-    assert done.code == 0, done.err
+    distill(world, data, out, *settings).ok()
     draft = AutoModelForCausalLM.from_pretrained(out)
     assert draft.config.num_hidden_layers == len(draft.model.layers) == len(layers)
     weights, own = load_file(world.target / WEIGHTS), load_file(out / WEIGHTS)
@@ -363,8 +338,7 @@ def test_prompts_are_learned_where_asked_for(world: World, data: Path, tmp_path:
     taken = mixture.Mixture([rows], [1.0]).global_batch(16, 0, 0)
     every, answers = tmp_path / "all", tmp_path / "answers"
     for out, supervise in ((every, "all"), (answers, "answers")):
-        done = distill(world, data, out, "--loop.steps", 2, "--supervise", supervise)
-        assert done.code == 0, done.err
+        distill(world, data, out, "--loop.steps", 2, "--supervise", supervise).ok()
     learned = sum(len(row["input_ids"]) - 1 for row in taken)
     assert facts_of(every)["cost"]["tokens"] == learned
     assert facts_of(answers)["cost"]["tokens"] == batching.supervised_token_count(taken) < learned
@@ -467,78 +441,15 @@ def test_another_run_s_folder_is_refused_until_told(
     assert_same_run(tmp_path / "out", undisturbed)
 
 
-def test_a_folder_that_no_run_made_is_never_touched(train: Callable, tmp_path: Path) -> None:
-    """Bug: `--out ~ --overwrite true` deletes somebody's files."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    for told in ("overwrite", "resume"):
-        assert str(tmp_path / "out") in train(f"--{told}", "true").error()
-    assert contents(tmp_path / "out").keys() == {"thesis.txt"}
-
-
-def test_a_draft_with_another_tokenizer_is_refused(
-    world: World, train: Callable, tmp_path: Path
-) -> None:
-    """Bug: the vocabulary sizes agree, so it trains, and every token means another."""
-    error = train("--draft.init", world.stranger).error()
-    assert str(world.stranger) in error
-    assert str(world.target) in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_samples_of_another_tokenizer_are_refused(
-    world: World, train: Callable, tmp_path: Path
-) -> None:
-    """Bug: samples of one target train a draft for another one."""
-    error = train("--target", world.stranger, "--draft.init", world.stranger).error()
-    assert str(world.stranger) in error
-    assert str(world.target) in error
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("state", "named"),
-    [("missing", "manifest.json"), ("empty", "manifest.json"), ("no shards", "is missing")],
-)
-def test_no_data_is_said(
-    data: Path, train: Callable, tmp_path: Path, state: str, named: str
-) -> None:
-    """Bug: an empty data set divides by zero, or gives an untrained draft."""
-    folder = tmp_path / "data"
-    if state != "missing":
-        folder.mkdir()
-    if state == "no shards":
-        shutil.copy(data / "manifest.json", folder)
-    error = train("--data", folder).error()
-    assert str(folder) in error
-    assert named in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_shard_is_named(data: Path, train: Callable, tmp_path: Path) -> None:
-    """Bug: damaged tokens are trained on."""
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    damaged = sorted((folder / "shards").glob("*.parquet"))[1]
-    worlds.flip_byte(damaged, len(damaged.read_bytes()) // 2)
-    assert f"{folder}: shard {damaged.name} is damaged" in train("--data", folder).error()
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
         (["--loop.lrr", 1], "did you mean 'loop.lr'"),
         (["--loop.steps", "many"], "loop.steps"),
-        (["--loss", "forward"], "loss"),
         (
             ["--draft.layers", "[0]", "--draft.init_config", "{hidden_size: 8}"],
             "draft.init",
         ),  # both
-        (["--draft.init", ""], "draft.layers"),  # neither
-        (["--draft.init", "", "--draft.layers", "[2]"], "[2]"),
-        (["--draft.init", "missing/draft/model"], "missing/draft/model"),
-        (["--loop.max_length", 1], "max_length"),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(
@@ -556,12 +467,6 @@ def test_never_measuring_is_never_measuring(train: Callable, tmp_path: Path) -> 
     assert facts_of(tmp_path / "out")["measured_in_training"] == {}
 
 
-def test_what_measuring_needs_is_checked_before_training(train: Callable, tmp_path: Path) -> None:
-    """Bug: settings that the decoder refuses show at the first measurement, hours into the run."""
-    assert "k" in train("--check.k", 0).error()
-    assert not (tmp_path / "out").exists()
-
-
 # ---- tracking ----
 
 
@@ -574,8 +479,7 @@ def test_an_offline_run_writes_below_out_only(world: World, data: Path, tmp_path
     out = tmp_path / "out"
     # an empty variable is none: without a login W&B goes offline by itself, and one line says so
     env = {"HOME": str(folders["home"]), "TMPDIR": str(folders["tmp"]), "WANDB_MODE": ""}
-    done = worlds.run(COMMAND, *arguments(world, data, out), env=env, cwd=folders["cwd"])
-    assert done.code == 0, done.err
+    done = worlds.run(COMMAND, *arguments(world, data, out), env=env, cwd=folders["cwd"]).ok()
     assert done.err.count("so the run is kept offline") == 1
     assert "W&B failed" not in done.err
     assert len(list((out / "wandb").glob("offline-run-*/run-*.wandb"))) == 1

@@ -89,8 +89,7 @@ def text_of(row: SampleRow | dict[str, Any]) -> tuple[str, list[str]]:
 @pytest.fixture(scope="module")
 def answered(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("answered") / "out"
-    done = sample(world, out)
-    assert done.code == 0, done.err
+    sample(world, out).ok()
     return out
 
 
@@ -137,10 +136,8 @@ def test_killed_and_started_again_gives_the_undisturbed_rows(
 ) -> None:
     """Bug: later turns draw random numbers that hang on the batch or on what was done before the kill."""
     out = tmp_path / "out"
-    code = worlds.kill_when(
-        lambda: len(list((out / "shards").glob("*.parquet"))) > 1, COMMAND, *arguments(world, out)
-    )
-    assert code == -9
+    ready = lambda: len(list((out / "shards").glob("*.parquet"))) > 1  # noqa: E731
+    assert worlds.kill_when(ready, COMMAND, *arguments(world, out), own_start=True) == -9
     before = contents(out / "shards")
     assert sample(world, out).code == 0
     assert before.items() <= contents(out / "shards").items()
@@ -154,8 +151,7 @@ def test_chats_end_where_the_context_does(world: World, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "zq " + "x" * (CONTEXT - 60)}, *chat("zq", 1)[1:]]
     long.append({"role": "user", "content": "more " * 20})
     prompts = write(tmp_path / "long.jsonl", [{"messages": long}])
-    done = sample(world, tmp_path / "out", "--sources", source(prompts))
-    assert done.code == 0, done.err
+    sample(world, tmp_path / "out", "--sources", source(prompts)).ok()
     [row] = rows_of(tmp_path / "out").values()
     assert len(row["loss_spans"]) == 1
     assert row["loss_spans"][0][1] == len(row["input_ids"]) <= CONTEXT
@@ -177,8 +173,7 @@ def text(world: World, out: Path, *more: object) -> Done:
 
 def test_reference_replies_become_rows(world: World, tmp_path: Path) -> None:
     """Bug: the target is asked after all, or only the last reply is learned."""
-    done = text(world, tmp_path / "out")
-    assert done.code == 0, done.err
+    text(world, tmp_path / "out").ok()
     rows = rows_of(tmp_path / "out")
     assert len(rows) == len(TURNS)
     found = []
@@ -206,8 +201,7 @@ def test_texts_pairs_and_the_library_train_beside_samples(
     )
     sources = [{"kind": "file", "path": str(own)}, {"kind": "stdlib", "limit": 2}]
     sources.append({"kind": "bundled", "path": "prose", "limit": 3})
-    done = text(world, tmp_path / "out", "--sources", json.dumps(sources), "--window", 64)
-    assert done.code == 0, done.err
+    text(world, tmp_path / "out", "--sources", json.dumps(sources), "--window", 64).ok()
     rows = sample_store.read_shards(tmp_path / "out")
     assert {row["source"] for row in rows} == {"own.jsonl", "stdlib", "bundled/prose"}
     assert max(len(row["input_ids"]) for row in rows) == 64
@@ -247,8 +241,7 @@ def test_everything_dropped_is_counted(world: World, tmp_path: Path, origin: str
     ]  # fmt: skip
     if origin == "target":
         command += ["--filters.max_prompt", 10_000]  # so that something does not fit
-    done = sample(world, out, *command)
-    assert done.code == 0, done.err
+    sample(world, out, *command).ok()
     counts = read_manifest(out).counts
     assert counts["asked"] == counts["answered"] + counts["failed"] + counts["answers_too_short"]
     assert counts["asked"] + sum(n for why, n in counts.items() if "dropped" in why) == len(texts)

@@ -40,11 +40,10 @@ def data(world: Seq2SeqWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sample(world: Seq2SeqWorld, out: Path, *more: object) -> Path:
     sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
-    done = worlds.call(
+    worlds.call(
         "train/sample.py", "--target", world.target, "--sources", sources, "--out", out,
         "--max_new_tokens", NEW, *more,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     return out
 
 
@@ -59,8 +58,7 @@ def distill(world: Seq2SeqWorld, data: Path, out: Path, *more: object) -> worlds
 @pytest.fixture(scope="module")
 def trained(world: Seq2SeqWorld, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "draft"
-    done = distill(world, data, out, "--draft.init", world.draft)
-    assert done.code == 0, done.err
+    distill(world, data, out, "--draft.init", world.draft).ok()
     return out
 
 
@@ -183,12 +181,11 @@ def test_a_report_of_an_encoder_decoder(world: Seq2SeqWorld, trained: Path, tmp_
         {"name": "early-exit", "layers": 2},
     ]
     tasks = [{"name": "own", "path": str(world.prompts), "limit": 4}]
-    done = worlds.call(
+    worlds.call(
         "eval/run.py", "--target", world.target, "--methods", json.dumps(methods),
         "--tasks", json.dumps(tasks), "--max_new_tokens", NEW, "--k", 3, "--temperatures", "[0]",
         "--compare", "hf,hf-assisted", "--phase_prompts", 0, "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     greedy = [m for m in report["methods"] if m["temperature"] == 0 and m["task"] == "all"]
     assert {m["name"] for m in greedy} == {"plain", "causal", "ngram", "early-exit"}
@@ -206,8 +203,7 @@ def test_generate_prints_the_answer(world: Seq2SeqWorld) -> None:
     done = worlds.call(
         "decode/generate.py", "--target", world.target, "--draft", world.draft, "--prompt", text,
         "--max_new_tokens", NEW,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     tokenizer = target.tokenizer
     pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in output.output_ids]
     assert done.out.startswith(f"{text}\n")
@@ -223,8 +219,7 @@ def test_layers_and_new_configs_make_drafts(
         "layers of init": ["--draft.layers", "[0]", "--draft.init", world.draft],
         "init_config": ["--draft.init_config", "{num_decoder_layers: 1, num_layers: 1}"],
     }.items():
-        done = distill(world, data, tmp_path / name, *settings, "--loop.steps", 2)
-        assert done.code == 0, done.err
+        distill(world, data, tmp_path / name, *settings, "--loop.steps", 2).ok()
         target = load_target(str(world.target))
         decode(target, load_draft(str(tmp_path / name), target), [[5, 6, 1]], k=2, max_new_tokens=4)
 

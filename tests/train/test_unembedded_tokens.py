@@ -82,8 +82,7 @@ def test_tokens_with_rows_of_their_own_are_like_any_other(
     targets: dict[str, Path], tmp_path: Path, name: str, origin: str
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", QUESTIONS)
-    done = sample(targets[name], path, tmp_path / "out", "--origin", origin)
-    assert done.code == 0, done.err
+    sample(targets[name], path, tmp_path / "out", "--origin", origin).ok()
     rows = list(sample_store.read_shards(tmp_path / "out"))
     assert len(rows) == 12
     assert all(TURN in list(row["input_ids"]) for row in rows)
@@ -110,8 +109,7 @@ def test_a_row_with_it_costs_itself(
     path = write_rows(tmp_path / "rows.jsonl", [*good[:7], bad, *good[7:]])
     out = tmp_path / "out"
     assert sample(targets[name], path, out, "--origin", origin).code == 2  # 1 of 13 is over 5 %
-    done = sample(targets[name], path, out, "--origin", origin, "--max_bad_rows", 0.1)
-    assert done.code == 0, done.err
+    done = sample(targets[name], path, out, "--origin", origin, "--max_bad_rows", 0.1).ok()
     assert f"skipped {path}:8: " in done.err
     assert said(targets[name], token, number) in done.err
     counts = read_manifest(out).counts
@@ -150,10 +148,9 @@ def test_the_doctor_names_the_row(targets: dict[str, Path], tmp_path: Path) -> N
     path = write_rows(tmp_path / "rows.jsonl", [*QUESTIONS, {"prompt": "a <|note|> b"}])
     sources = json.dumps([{"kind": "file", "path": str(path)}])
     out = tmp_path / "doctor.json"
-    done = worlds.call(
+    worlds.call(
         "train/doctor.py", "--target", targets["plain"], "--sources", sources, "--out", out
-    )
-    assert done.code == 0, done.err
+    ).ok()
     (found,) = [
         x for x in json.loads(out.read_text())["findings"] if x["name"] == "prompt is refused"
     ]
@@ -183,8 +180,7 @@ def test_distilling_names_the_sample(targets: dict[str, Path], tmp_path: Path) -
     assert sample(targets["every"], texts, tmp_path / "texts", "--origin", "text").code == 0
     measured = train(targets["every"], tmp_path / "texts", tmp_path / "b", "--loop.eval_every", 1)
     assert said(targets["every"], "<|turn|>", TURN) in measured.error()
-    done = train(targets["every"], tmp_path / "texts", tmp_path / "b", "--loop.eval_every", 0)
-    assert done.code == 0, done.err
+    train(targets["every"], tmp_path / "texts", tmp_path / "b", "--loop.eval_every", 0).ok()
 
 
 def test_the_first_token_beyond_is_named() -> None:

@@ -2,14 +2,17 @@
 
 The step is the family's own code, forward and backward, for a target that is built from its config alone. Tensors of
 floating-point numbers are on "meta"; whole numbers and masks are computed, since shapes depend on them (which positions
-are labels, which slots a block has). So a step of a large target takes seconds, and needs neither weights nor samples.
+are labels, which slots a block has), but for large ones, which only say what attends to what. So a step of a large
+target takes seconds, and needs neither weights nor samples.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -17,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from decode.model import attention
@@ -36,6 +38,8 @@ LIKE = {
     *(aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
 }
 """Operations that make a tensor from the shape of another."""
+LARGE = 1 << 20
+"""Whole numbers and masks with more elements have no data either: [T, T] of a text, on which no shape depends."""
 READING = {aten._local_scalar_dense, aten.item, aten.is_nonzero}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """Operations of floating-point tensors that take indices and masks with data."""
@@ -48,12 +52,12 @@ PRODUCTS = {
 
 
 class FloatsWithoutData(TorchDispatchMode):
-    """Whole numbers and masks are computed, floating-point tensors have shapes only, on "meta"."""
+    """Whole numbers and masks are computed, floating-point and large tensors have shapes only, on "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket
-        args, kwargs = tree_map(_floats_to_meta, (args, kwargs))
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        args, kwargs = _map(_floats_to_meta, (args, kwargs))
+        tensors = _tensors((args, kwargs))
         if name in READING and tensors[0].is_meta:
             return True if tensors[0].dtype == torch.bool else 1.0  # as finite numbers have it
         if name is aten._to_copy:
@@ -62,21 +66,51 @@ class FloatsWithoutData(TorchDispatchMode):
         elif name in LIKE or (not tensors and "device" in {x.name for x in func._schema.arguments}):
             plain = {"generator": None} if "generator" in kwargs else {}
             made = func(*args, **{**kwargs, "device": "meta"} | plain)
-            if made.is_floating_point() or made.is_complex():
+            if made.is_floating_point() or made.is_complex() or made.numel() > LARGE:
                 return made
             kwargs["device"] = "cpu"
-        elif any(x.is_meta for x in tensors) and not (
-            name in INDEXING
-            and tensors[0].is_meta
-            and not any(x.is_meta for x in args[1] if x is not None)
+        elif _is_large(func, tensors) or (
+            any(x.is_meta for x in tensors)
+            and not (
+                name in INDEXING
+                and tensors[0].is_meta
+                and not any(x.is_meta for x in args[1] if x is not None)
+            )
         ):
-            to_meta = lambda x: x.to("meta") if isinstance(x, Tensor) else x  # noqa: E731
-            args, kwargs = tree_map(to_meta, (args, kwargs))
-        return tree_map(_floats_to_meta, func(*args, **kwargs))
+            args, kwargs = _map(lambda x: x.to("meta"), (args, kwargs))
+        return _map(_floats_to_meta, func(*args, **kwargs))
 
 
-def _floats_to_meta(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) and x.is_floating_point() else x
+def _is_large(func: Any, tensors: list[Tensor]) -> bool:
+    """Whether the operation makes one number for each combination of very many."""
+    if torch.Tag.pointwise not in func.tags:
+        return False
+    sizes = zip_longest(*(reversed(x.shape) for x in tensors), fillvalue=1)
+    return math.prod(map(max, sizes)) > LARGE
+
+
+def _floats_to_meta(x: Tensor) -> Tensor:
+    return x.to("meta") if x.is_floating_point() else x
+
+
+def _map(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """`x` with `function` of each tensor in its tuples, lists and dicts; quicker than tree_map of torch."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, tuple | list):
+        return type(x)([_map(function, y) for y in x])
+    return {key: _map(function, y) for key, y in x.items()} if isinstance(x, dict) else x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors in tuples, lists and dicts."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, tuple | list):
+        return []
+    return [tensor for y in x for tensor in _tensors(y)]
 
 
 class Kernels(TorchFunctionMode):
@@ -93,7 +127,7 @@ class Kernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in PRODUCTS and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(self.cast, (args, kwargs))
+            args, kwargs = _map(self.cast, (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return fused_attention(*args, **kwargs)
         # Each row is multiplied by one expert, whichever it is.
@@ -101,9 +135,9 @@ class Kernels(TorchFunctionMode):
             return args[0] @ args[1][0]
         return func(*args, **kwargs)
 
-    def cast(self, x: Any) -> Any:
-        """`x` in bf16 if it is an fp32 tensor."""
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
+    def cast(self, x: Tensor) -> Tensor:
+        """`x` in bf16 if it is in fp32."""
+        if x.dtype != torch.float32:
             return x
         if self.casts is None or not (x.is_leaf and x.requires_grad):
             return x.to(torch.bfloat16)
@@ -196,8 +230,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _stored(values: Any) -> list[Tensor]:
     """Those with a storage; oneDNN's packed weights have none."""
-    found = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-    return [x for x in found if x.layout == torch.strided]
+    return [x for x in _tensors(values) if x.layout == torch.strided]
 
 
 def _address(tensor: Tensor) -> int:

@@ -159,8 +159,7 @@ def test_the_command(tmp_path: Path) -> None:
     tasks = json.dumps([{"name": "own", "path": str(world.prompts)}])
     words = ["--target", world.target, "--draft", world.draft, "--tasks", tasks, "--k", "[1, 3]"]
     words += ["--max_new_tokens", 10, "--device", "cpu", "--batches", "[1, 2]", "--cost_tokens", 8]
-    done = worlds.call("eval/forecast.py", *words, "--out", tmp_path / "out")
-    assert done.code == 0, done.err
+    worlds.call("eval/forecast.py", *words, "--out", tmp_path / "out").ok()
     result = json.loads((tmp_path / "out" / "forecast.json").read_text())
     found = {(x["temperature"], x["rule"], x["k"]): x for x in result["rows"]}
     assert set(found) == {(0, "greedy", 1), (0, "greedy", 3)} | {

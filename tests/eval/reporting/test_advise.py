@@ -227,8 +227,7 @@ def test_command(report: dict[str, Any], tmp_path: Path) -> None:
     """Catches a report that must be named by a flag, and a traceback for a file that is none."""
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    done = worlds.call(COMMAND, path, "--out", tmp_path / "advice.md")
-    assert done.code == 0, done.err
+    done = worlds.call(COMMAND, path, "--out", tmp_path / "advice.md").ok()
     assert done.out == (tmp_path / "advice.md").read_text()
     assert done.out.startswith("# Speculative decoding of big: advice")
     path.write_text("{}")

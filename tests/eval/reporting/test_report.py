@@ -502,12 +502,10 @@ def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> Non
     """Catches a page that only the run itself can write, and a traceback for a folder without a report."""
     report["target"] = {"name": "nowhere"}
     (tmp_path / "report.json").write_text(json.dumps(report))
-    done = worlds.call("eval/report.py", tmp_path)
-    assert done.code == 0, done.err
+    worlds.call("eval/report.py", tmp_path).ok()
     assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
     (tmp_path / "curve.json").write_text(json.dumps(curves.curve(lambda n: 2.4 - 8 * n**-0.7)))
-    done = worlds.call("eval/report.py", tmp_path, "--data_curve", tmp_path / "curve.json")
-    assert done.code == 0, done.err
+    worlds.call("eval/report.py", tmp_path, "--data_curve", tmp_path / "curve.json").ok()
     assert "doubling 60,000 supervised tokens" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text("[]")
     assert "is not a report" in worlds.call("eval/report.py", tmp_path).error()

@@ -409,7 +409,6 @@ def test_evaluation_says_how_own_rows_were_read(
         "eval/run.py", "--target", target, "--methods", "[{name: ngram}]", "--max_new_tokens", 2,
         "--tasks", json.dumps([{"name": "mine", "path": str(path)}]), "--out", tmp_path / "out",
         "--temperatures", "[0.0]",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     lines = [line for line in done.err.splitlines() if "read as" in line]
     assert lines == [f"mine: {line}" for line in said]

@@ -398,8 +398,7 @@ def tune(world: World, tmp_path: Path) -> Callable[..., Done]:
 @pytest.mark.slow
 def test_command(tune: Callable[..., Done], world: World, tmp_path: Path) -> None:
     """Catches a sweep that leaves a setting out, and a rerun that measures twice."""
-    done = tune()
-    assert done.code == 0, done.err
+    done = tune().ok()
     out = tmp_path / "out"
     tuned = json.loads((out / "tuned.json").read_text())
     cells = {(c["method"], c["setting"], c["batch_size"], c["task"]) for c in tuned["cells"]}
@@ -450,8 +449,7 @@ def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
     assert {m["name"]: m["k"] for m in settings["methods"]} == {"ngram": 3, "causal-base": 3}
     settings["methods"][1] |= {"tree": {"paths": [[0], [1], [0, 0]]}, "k": 0}
     path.write_text(yaml.safe_dump(settings))
-    done = worlds.call("eval/run.py", "--config", path, "--phase_prompts", 0)
-    assert done.code == 0, done.err
+    worlds.call("eval/run.py", "--config", path, "--phase_prompts", 0).ok()
     report = json.loads((Path(settings["out"]) / "report.json").read_text())
     found = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
     assert found["causal-base"]["tree"] == {"paths": [[0], [1], [0, 0]]}
@@ -472,13 +470,12 @@ def test_exits_are_swept_with_every_length(tmp_path: Path) -> None:
             layer.mlp.down_proj.weight.zero_()
     target = worlds.save(tmp_path / "target", model, worlds.byte_tokenizer())
     prompts = worlds.write_prompts(tmp_path / "few.jsonl", ["abc", "xyz q", "de", "fgh i"])
-    done = worlds.call(
+    worlds.call(
         COMMAND, "--target", target, "--methods", "[{name: early-exit}, {name: ngram}]", "--layers", "[1, 2, 3]",
         "--tasks", json.dumps([{"name": "few", "path": str(prompts)}]), "--temperatures", "[0.0]", "--ks", "[1, 2, 4]",
         "--batch_sizes", "[]", "--tree_nodes", "[4]", "--tree_levels", 2, "--tree_width", 2, "--max_new_tokens", 16,
         "--device", "cpu", "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     tuned = json.loads((tmp_path / "out" / "tuned.json").read_text())
     cells = {
         (c["layers"], c["k"]): c
@@ -502,14 +499,8 @@ def test_exits_are_swept_with_every_length(tmp_path: Path) -> None:
     [
         (["--layers", "[2]"], "are for the method early-exit"),
         (["--layers", "[1, 1]"], "every number once"),
-        (["--ks", "[0]"], "from 1 to"),
-        (["--ks", "[2, 2]"], "every number once"),
-        (["--ks", "[]"], "at least one draft length"),
         (["--batch_sizes", "[16]"], "8 prompts are too few"),
-        (["--calibrate", "[6, 2]"], "the smaller one first"),
-        (["--methods", "[{name: simulated, alpha: [0.9]}]"], "cannot be tuned"),
         (["--methods", "[{name: early-exit, layers: 1, adaptive: both}]"], "drop it from the"),
-        (["--temperatures", "[]"], "at least one temperature"),
     ],
 )
 def test_bad_settings(

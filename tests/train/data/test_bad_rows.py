@@ -65,8 +65,7 @@ def test_bad_rows_are_named_counted_and_skipped(target: Path, tmp_path: Path) ->
     total = len(GOOD) + len(BAD)
     for origin in ("target", "text"):
         out = tmp_path / origin
-        done = sample(target, path, out, "--origin", origin, "--max_bad_rows", 0.5)
-        assert done.code == 0, done.err
+        done = sample(target, path, out, "--origin", origin, "--max_bad_rows", 0.5).ok()
         said = [line for line in done.err.splitlines() if line.startswith("skipped ")]
         assert len(said) == 3
         assert all(str(path) in line for line in said)
@@ -135,8 +134,7 @@ def test_the_doctor_says_what_sampling_will_skip(target: Path, tmp_path: Path) -
     """Bug: the doctor ends at the first line that it should report."""
     good = list(GOOD)
     path = write_rows(tmp_path / "rows.jsonl", [*good, "{", SYSTEM, chat("")])
-    done = worlds.call("train/doctor.py", "--target", target, "--sources", file_sources(path))
-    assert done.code == 0, done.err
+    done = worlds.call("train/doctor.py", "--target", target, "--sources", file_sources(path)).ok()
     findings = {f["name"]: f for f in json.loads(done.out.splitlines()[-1])["findings"]}
     unread, refused = findings["row is refused"], findings["prompt is refused"]
     assert (unread["rows"], unread["of"], unread["severity"]) == (2, 23, "stops")
@@ -167,8 +165,7 @@ def test_nan_of_one_prompt_fails_it_alone(
     )
     more = ("--dtype", "float16", "--batch_size", batch, "--shard_rows", 4, "--device", "cpu")
     share = ("--max_bad_rows", 0.1)
-    done = sample(overflowing, path, tmp_path / "out", *more, *share)
-    assert done.code == 0, done.err
+    done = sample(overflowing, path, tmp_path / "out", *more, *share).ok()
     counts = read_manifest(tmp_path / "out").counts
     found = (counts["asked"], counts["answered"], counts["failed"])
     assert found == (30, 30 - len(bad), len(bad))
@@ -181,8 +178,7 @@ def test_nan_of_one_prompt_fails_it_alone(
     }
     assert len(missing) == len(bad)
     assert all(f"prompt {name} of rows.jsonl failed" in done.err for name in missing)
-    again = sample(overflowing, path, tmp_path / "out", *more, *share)
-    assert again.code == 0, again.err
+    sample(overflowing, path, tmp_path / "out", *more, *share).ok()
     assert read_manifest(tmp_path / "out").counts["answered"] == 30 - len(bad)
     assert sample(overflowing, good, tmp_path / "good", *more).code == 0
     assert rows_of(tmp_path / "good") == rows_of(tmp_path / "out")

@@ -588,8 +588,7 @@ def test_sampling_says_how_rows_were_read_and_counts_what_it_skips(
         {"messages": [user("Nobody asked.")]},
     ]
     path = write(tmp_path / "rows.jsonl", rows)
-    done = sample(world, path, tmp_path / "text", "--origin", "text", "--turns", "all")
-    assert done.code == 0, done.err
+    done = sample(world, path, tmp_path / "text", "--origin", "text", "--turns", "all").ok()
     assert (
         "rows.jsonl: read as messages (columns messages, tools); not used: id, prompt" in done.err
     )
@@ -603,8 +602,7 @@ def test_sampling_says_how_rows_were_read_and_counts_what_it_skips(
     counts = read_manifest(tmp_path / "text").counts
     assert (counts["asked"], counts["answered"], counts[UNANSWERED]) == (2, 2, 2)
 
-    done = sample(world, path, tmp_path / "target")
-    assert done.code == 0, done.err
+    sample(world, path, tmp_path / "target").ok()
     asked = [
         (OSLO[:3], [WEATHER]),
         *(([user(x)], None) for x in ("Bergen?", "Nobody knows.", "Nobody asked.")),
@@ -635,8 +633,9 @@ def test_the_doctor_counts_tools_and_what_the_template_does_with_them(
     )
     deaf = save_byte_target(tmp_path / "deaf", TEMPLATE.partition("{% endif %}")[2])
     for folder, severities in ((world, []), (deaf, ["costs"])):
-        done = worlds.call("train/doctor.py", "--target", folder, "--sources", file_sources(path))
-        assert done.code == 0, done.err
+        done = worlds.call(
+            "train/doctor.py", "--target", folder, "--sources", file_sources(path)
+        ).ok()
         told = json.loads(done.out.splitlines()[-1])
         facts = told["parts"]["Prompts before sampling"]["facts"]
         assert facts["with tools"] == 1
@@ -653,8 +652,7 @@ def test_the_doctor_compares_rows_with_their_tools(world: Path, tmp_path: Path) 
     assert sample(world, path, tmp_path / "out").code == 0
     done = worlds.call(
         "train/doctor.py", tmp_path / "out", "--target", world, "--sources", file_sources(path)
-    )
-    assert done.code == 0, done.err
+    ).ok()
     names = {finding["name"] for finding in json.loads(done.out.splitlines()[-1])["findings"]}
     assert "prompt is rendered otherwise" not in names
 

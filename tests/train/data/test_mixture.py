@@ -206,8 +206,7 @@ def test_sets_of_vocabularies_that_extend_each_other(case: str, tmp_path: Path) 
         found, dropped = load(str(tmp_path / "set"), 99, target)
         assert [list(row["input_ids"]) for row in found][-1] == [1, 2, 3, token]
         assert dropped == 0
-        done = worlds.call(*doctor)
-        assert done.code == 0, done.err
+        done = worlds.call(*doctor).ok()
         assert json.loads(done.out.splitlines()[-1])["parts"]["Sampled set"]["rows"] == 4
 
 
@@ -264,16 +263,14 @@ def test_the_command_trains_on_a_mixture(tmp_path: Path) -> None:
         done = worlds.call(
             "train/sample.py", "--target", world.target, "--sources", sources,
             "--max_new_tokens", 8, "--out", where, "--origin", origin,
-        )  # fmt: skip
-        assert done.code == 0, done.err
+        ).ok()  # fmt: skip
     data = json.dumps([{"path": str(samples), "weight": 3}, {"path": str(texts)}])
     command = [
         "--target", world.target, "--draft.init", world.draft, "--data", data, "--out", out,
         "--loop.steps", 4, "--loop.batch_size", 8, "--loop.warmup", 1, "--loop.save_every", 2,
         "--loop.log_every", 1, "--loop.eval_every", 0,
     ]  # fmt: skip
-    done = worlds.call("train/distill.py", *command)
-    assert done.code == 0, done.err
+    worlds.call("train/distill.py", *command).ok()
     whole = (out / "model.safetensors").read_bytes()
     facts = json.loads((out / "draftsmith.json").read_text())
     assert [(part["path"], part["weight"]) for part in facts["data_manifest"]] == [
@@ -285,6 +282,5 @@ def test_the_command_trains_on_a_mixture(tmp_path: Path) -> None:
     done = worlds.call("train/distill.py", *command)
     assert "from step 2" in done.err
     assert (out / "model.safetensors").read_bytes() == whole
-    alone = worlds.call("train/distill.py", *command, "--data", samples, "--overwrite", "true")
-    assert alone.code == 0, alone.err
+    worlds.call("train/distill.py", *command, "--data", samples, "--overwrite", "true").ok()
     assert (out / "model.safetensors").read_bytes() != whole

@@ -301,8 +301,7 @@ def sampled(world: Any, out: Path, *more: object) -> tuple[worlds.Done, dict[str
     _, target, files, tokenizer = world
     done = worlds.call(
         "train/sample.py", "--target", target, "--sources", sources(files), "--out", out, "--max_new_tokens", 2, *more
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     rows: dict[str, list[str]] = {}
     for row in sample_store.read_shards(out):
         ids, at, text = list(row["input_ids"]), 0, ""
@@ -347,8 +346,7 @@ def test_the_doctor_shows_the_same_prompts(world: Any) -> None:
     kind, target, files, _ = world
     done = worlds.call(
         "train/doctor.py", "--target", target, "--sources", sources(files), "--show", 20, "--show_tokens", 2000
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     for name in SETS:
         for prompt, _, _ in expected(kind, name):
             assert f" supervised\n{prompt}\n\n" in done.out, name

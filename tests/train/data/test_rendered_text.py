@@ -134,8 +134,7 @@ def make_target(folder: Path, template: str | None) -> Path:
 
 def examined(tmp_path: Path, *words: object) -> list[dict[str, Any]]:
     out = tmp_path / "doctor.json"
-    done = worlds.call("train/doctor.py", *words, "--out", out)
-    assert done.code == 0, done.err
+    worlds.call("train/doctor.py", *words, "--out", out).ok()
     findings = json.loads(out.read_text())["findings"]
     return [x for x in findings if x["name"] == "text is rendered already"]
 
@@ -152,8 +151,7 @@ def test_doctor_and_sampling_name_the_first_row(tmp_path: Path, template: str) -
     assert "16.7 % of the prompts" in found["cost"]
     assert found["examples"][0] in found["cost"]
     assert "`messages`" in found["mend"]
-    done = sample(target, path, tmp_path / "out")
-    assert done.code == 0, done.err
+    done = sample(target, path, tmp_path / "out").ok()
     (line,) = [line for line in done.err.splitlines() if "rendered with a chat template" in line]
     assert line.startswith(
         f"2 prompts were rendered with a chat template already, such as {tmp_path}"
@@ -167,8 +165,7 @@ def test_texts_that_are_trained_on_as_they_stand(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", CHATML)
     texts = [{"text": rendered(CHATML, f"zq{i}", "Yes.")} for i in range(3)]
     path = write_rows(tmp_path / "rows.jsonl", [*texts, {"text": "one two three four"}])
-    done = sample(target, path, tmp_path / "out", "--origin", "text")
-    assert done.code == 0, done.err
+    done = sample(target, path, tmp_path / "out", "--origin", "text").ok()
     assert "3 prompts were rendered with a chat template already" in done.err
     (found,) = examined(tmp_path, "--target", target, "--data", tmp_path / "out")
     assert (found["rows"], found["of"]) == (3, 4)
@@ -183,7 +180,6 @@ def test_nothing_is_said_of_good_prompts(tmp_path: Path, template: str | None) -
     chats = [{"messages": [*chat, {"role": "user", "content": "and?"}]}] if template else []
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": asked}, *chats])
     assert examined(tmp_path, "--target", target, "--sources", file_sources(path)) == []
-    done = sample(target, path, tmp_path / "out")
-    assert done.code == 0, done.err
+    done = sample(target, path, tmp_path / "out").ok()
     assert "rendered" not in done.err
     assert examined(tmp_path, "--target", target, "--data", tmp_path / "out") == []

@@ -105,8 +105,7 @@ def save_set(
 
 def examine(target: Path, data: object, *arguments: object) -> dict[str, Any]:
     """What the command finds: the JSON of its last line, with `found`, {name of a finding: the finding}."""
-    done = worlds.call("train/doctor.py", "--data", data, "--target", target, *arguments)
-    assert done.code == 0, done.err
+    done = worlds.call("train/doctor.py", "--data", data, "--target", target, *arguments).ok()
     result: dict[str, Any] = json.loads(done.out.splitlines()[-1])
     result["found"] = {finding["name"]: finding for finding in result["findings"]}
     return result

@@ -785,8 +785,7 @@ def made(
     def make(family: str) -> Path:
         out = folder / family
         if not out.exists():
-            done = worlds.call(COMMAND, *command(place, data, out, family))
-            assert done.code == 0, done.err
+            worlds.call(COMMAND, *command(place, data, out, family)).ok()
         return out
 
     return make
@@ -856,8 +855,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     family, out = "eagle3", tmp_path / "out"
     ready = (out / "checkpoints" / "latest").is_file
     assert worlds.kill_when(ready, COMMAND, *command(place, data, out, family)) == -9
-    done = distill(family)
-    assert done.code == 0, done.err
+    done = distill(family).ok()
     assert "from step 0" not in done.err
     assert same_run(out, made(family))
 
@@ -891,8 +889,7 @@ def test_two_processes_equal_one(
 ) -> None:
     """Catches gradients averaged over processes with unequal numbers of slots, and parameters that have none."""
     family, out = "medusa", tmp_path / "out"  # its last head has no slot in short answers
-    done = worlds.run(COMMAND, *command(place, data, out, family), processes=2)
-    assert done.code == 0, done.err
+    worlds.fork(COMMAND, *command(place, data, out, family), processes=2).ok()
     assert facts_of(out)["processes"] == 2
     assert_near(out, made(family))
 
@@ -917,8 +914,7 @@ def test_it_goes_on_from_saved_heads(
     """
     init = ["--draft.init", made(family), "--loop.lr", 1e-30]
     default = {"eagle3": ["--draft.taps", "[]"], "medusa": ["--draft.heads", 4]}
-    done = distill(family, *init, *default.get(family, []))  # as good as not given
-    assert done.code == 0, done.err
+    distill(family, *init, *default.get(family, [])).ok()  # as good as not given
     before, after = load_file(made(family) / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

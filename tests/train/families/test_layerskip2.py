@@ -311,8 +311,7 @@ def distill(world: World, data: Path, out: Path, *more: object) -> worlds.Done:
 @pytest.fixture(scope="module")
 def trained(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "target"
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    distill(world, data, out).ok()
     return out
 
 
@@ -326,8 +325,7 @@ def test_a_resumed_run_is_the_straight_one(
         path = out / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (out / "checkpoints" / "latest").write_text("step-000002")
-    done = distill(world, data, out, "--resume", "true")
-    assert done.code == 0, done.err
+    done = distill(world, data, out, "--resume", "true").ok()
     assert "from step 2" in done.err
     here, there = (load_file(folder / "model.safetensors") for folder in (out, trained))
     assert all(torch.equal(value, there[name]) for name, value in here.items())
@@ -356,13 +354,12 @@ def test_the_report_says_how_far_the_target_moved(
 ) -> None:
     """Catches a report on the new target that is silent about the old one."""
     prompts = worlds.write_prompts(tmp_path / "few.jsonl", world.texts[:3])
-    done = worlds.call(
+    worlds.call(
         "eval/run.py", "--target", trained, "--original", world.target, "--device", "cpu",
         "--methods", json.dumps([{"name": "layerskip2", "draft": str(trained), "k": 2}]),
         "--tasks", json.dumps([{"name": "few", "path": str(prompts)}]), "--temperatures", "[0.0]",
         "--max_new_tokens", 12, "--phase_prompts", 0, "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["target_quality"]["kl"] > 0
     assert report["target_quality"]["old"] == str(world.target)

@@ -12,6 +12,7 @@ from decode.drafts.eagle_model import Eagle1Model, Eagle3Model
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
+from tests.params import slow_except
 from tests.tiny import rope, tiny_model, tiny_prompts, tiny_target
 from tests.train.families.test_heads_training import row
 from train.data import batching
@@ -47,7 +48,6 @@ DRAFTS: dict[str, FamilySettings] = {
     "layerskip": LayerSkipSettings(exit_layer=2, exit_width=64, vocab=60),
 }
 """`eagle3` has a reduced vocabulary."""
-slow = pytest.mark.slow
 
 
 @cache
@@ -97,21 +97,7 @@ def test_the_conversation_is_varied() -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        "causal",
-        "medusa",
-        "pard",
-        "peagle",
-        "dflash",
-        "dspark",
-        pytest.param("eagle1", marks=slow),
-        pytest.param("eagle3", marks=slow),
-        pytest.param("whole", marks=slow),
-        pytest.param("narrow", marks=slow),
-        "mtp",
-        "layerskip",
-    ],
+    "family", slow_except(DRAFTS, DRAFTS.keys() - {"eagle1", "eagle3", "whole", "narrow"})
 )
 def test_a_fitted_draft_is_accepted_whole(family: str) -> None:
     """Catches any disagreement between training and decoding on states, tokens, positions, labels, K/V or the
@@ -144,14 +130,8 @@ def late_features(kind: type) -> Callable[..., Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "family"),
-    [
-        ("labels", "medusa"),
-        ("features", "eagle1"),
-        pytest.param("labels", "eagle1", marks=slow),
-        pytest.param("labels", "eagle3", marks=slow),
-        pytest.param("features", "eagle3", marks=slow),
-    ],
-)
+    [("labels", "medusa"), *((bug, f) for bug in ("labels", "features") for f in ("eagle1", "eagle3"))],
+)  # fmt: skip
 def test_training_one_off_fails_the_gate(
     bug: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

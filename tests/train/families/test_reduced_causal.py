@@ -19,7 +19,7 @@ from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import decode
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.loading import Target, load_config, load_target
+from decode.model.loading import Target, load_config
 from tests import worlds
 from tests.params import rotated
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
@@ -111,16 +111,6 @@ def test_in_chunks_it_is_the_same(tied: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 # ---- where such a draft comes from ----
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return worlds.build(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def target(world: World) -> Target:
-    return load_target(str(world.target), "cpu")
 
 
 SOURCES: dict[str, dict[str, Any]] = {
@@ -220,16 +210,10 @@ def test_the_estimate_counts_the_rows_that_are_computed(
 
 
 @pytest.fixture(scope="module")
-def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40)
-
-
-@pytest.fixture(scope="module")
 def reduced(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft that the command trained from start to end."""
     out = tmp_path_factory.mktemp("reduced") / "out"
-    done = distill(world, data, out, "--draft.vocab", SIZE)
-    assert done.code == 0, done.err
+    distill(world, data, out, "--draft.vocab", SIZE).ok()
     return out
 
 
@@ -270,8 +254,7 @@ def test_killed_and_started_again_ends_with_the_same_bits(
     pointer = out / "checkpoints" / "latest"
     command = [*arguments(world, data, out), "--draft.vocab", SIZE]
     assert worlds.kill_when(pointer.is_file, COMMAND, *command) == -9
-    done = worlds.call(COMMAND, *command)
-    assert done.code == 0, done.err
+    done = worlds.call(COMMAND, *command).ok()
     assert "from step 0" not in done.err
     for name in (WEIGHTS, VOCAB_FILE):
         assert (out / name).read_bytes() == (reduced / name).read_bytes()
@@ -282,8 +265,7 @@ def test_training_goes_on_with_the_same_vocabulary(
 ) -> None:
     """Catches ids that are counted again, or lost, for weights that were trained on others; and a setting that is
     ignored."""
-    done = train("--draft.init", reduced, "--loop.steps", 2)
-    assert done.code == 0, done.err
+    train("--draft.init", reduced, "--loop.steps", 2).ok()
     assert ids_of(tmp_path / "out") == ids_of(reduced)
     assert facts_of(tmp_path / "out")["vocabulary"] == facts_of(reduced)["vocabulary"]
     for size in (0, SIZE + 1):
@@ -300,8 +282,7 @@ def test_texts_of_its_own_keep_to_its_vocabulary(
     train: Callable[..., Done], tmp_path: Path
 ) -> None:
     """Catches on-policy texts from rows of the head that were not trained, which decoding never uses."""
-    done = train("--draft.vocab", SIZE, "--on_policy.share", 0.5, "--on_policy.every", STEPS)
-    assert done.code == 0, done.err
+    train("--draft.vocab", SIZE, "--on_policy.share", 0.5, "--on_policy.every", STEPS).ok()
     out, written = tmp_path / "out", set()
     for folder in (out / "on_policy").iterdir():
         for row in sample_store.read_shards(folder):
@@ -313,8 +294,7 @@ def test_texts_of_its_own_keep_to_its_vocabulary(
 
 def test_a_dry_run_writes_nothing(train: Callable[..., Done], tmp_path: Path) -> None:
     """Catches a rehearsal that cannot save or measure such a draft."""
-    done = train("--draft.vocab", SIZE, "--dry_run", "true")
-    assert done.code == 0, done.err
+    train("--draft.vocab", SIZE, "--dry_run", "true").ok()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -325,8 +305,7 @@ def test_a_draft_of_all_tokens_has_no_ids_of_an_earlier_run(
     """Catches a draft of the whole vocabulary that decodes as the reduced one that lay there."""
     assert train("--draft.vocab", SIZE, "--loop.steps", 1).code == 0
     assert (tmp_path / "out" / VOCAB_FILE).exists()
-    done = train("--loop.steps", 2, *how, "true")
-    assert done.code == 0, done.err
+    train("--loop.steps", 2, *how, "true").ok()
     assert not (tmp_path / "out" / VOCAB_FILE).exists()
     assert "vocabulary" not in facts_of(tmp_path / "out")
     load_draft(str(tmp_path / "out"), target)
@@ -353,10 +332,9 @@ def test_it_is_exported_with_its_ids(
     reduced: Path, world: World, target: Target, tmp_path: Path
 ) -> None:
     """Catches a copy that drafts with the whole head."""
-    done = worlds.call(
+    worlds.call(
         "scripts/export.py", reduced, "--format", "hf", "--target", world.target, "--out", tmp_path / "x",
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     assert ids_of(tmp_path / "x") == ids_of(reduced)
     assert proposals(target, load_draft(str(tmp_path / "x"), target)) == proposals(
         target, load_draft(str(reduced), target)

@@ -54,101 +54,55 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
 LLAMA |= {"max_position_embeddings": 131072, "rope_parameters": LLAMA3}
+QWEN2: dict[str, Any] = {"max_position_embeddings": 32768, "rope_theta": 1e6}
 QWEN: dict[str, Any] = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
 QWEN |= {"max_position_embeddings": 40960, "rope_theta": 1e6}
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": (
-        "llama",
-        LLAMA
-        | {"hidden_size": 4096, "intermediate_size": 14336}
-        | {"num_hidden_layers": 32, "num_attention_heads": 32},
-    ),
-    "meta-llama/Llama-3.3-70B-Instruct": (
-        "llama",
-        LLAMA
-        | {"hidden_size": 8192, "intermediate_size": 28672}
-        | {"num_hidden_layers": 80, "num_attention_heads": 64},
-    ),
-    "Qwen/Qwen3-8B": (
-        "qwen3",
-        QWEN
-        | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
-        | {"num_hidden_layers": 36, "num_attention_heads": 32},
-    ),
-    "Qwen/Qwen3-0.6B": (
-        "qwen3",
-        QWEN
-        | {"hidden_size": 1024, "intermediate_size": 3072, "tie_word_embeddings": True}
-        | {"num_hidden_layers": 28, "num_attention_heads": 16},
-    ),
-    "Qwen/Qwen3-4B": (
-        "qwen3",
-        QWEN
-        | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-        | {"num_hidden_layers": 36, "num_attention_heads": 32},
-    ),
+APART, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    wide = {"hidden_size": hidden, "intermediate_size": inner}
+    return wide | {"num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+GEMMA: dict[str, Any] = {
+    "text_config": sizes(3840, 15360, 48, 16)
+    | {"vocab_size": 262208, "num_key_value_heads": 8, "sliding_window": 1024}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},  # as on the hub
+    "vision_config": sizes(1152, 4304, 27, 16) | {"image_size": 896, "patch_size": 14},
+}
+PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", LLAMA | sizes(4096, 14336, 32, 32), 8.03),
+    "meta-llama/Llama-3.3-70B-Instruct": ("llama", LLAMA | sizes(8192, 28672, 80, 64), 70.55),
+    "Qwen/Qwen3-8B": ("qwen3", QWEN | APART | sizes(4096, 12288, 36, 32), 8.19),
+    "Qwen/Qwen3-0.6B": ("qwen3", QWEN | TIED | sizes(1024, 3072, 28, 16), 0.596),
+    "Qwen/Qwen3-4B": ("qwen3", QWEN | TIED | sizes(2560, 9728, 36, 32), 4.02),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": (
         "qwen3_moe",
-        QWEN
-        | {"hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": False}
-        | {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
-        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        QWEN | APART | sizes(2048, 6144, 48, 32) | {"num_key_value_heads": 4, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"max_position_embeddings": 262144, "rope_theta": 1e7},
+        30.53,
     ),
     "Qwen/Qwen2.5-Coder-7B-Instruct": (
         "qwen2",
-        {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
-        | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-        | {"max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False},
+        QWEN2 | APART | sizes(3584, 18944, 28, 28) | {"vocab_size": 152064, "num_key_value_heads": 4},
+        7.62,
     ),
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": (
         "qwen2",
-        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
-        | {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
-        | {"max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True},
+        QWEN2 | TIED | sizes(896, 4864, 24, 14) | {"vocab_size": 151936, "num_key_value_heads": 2},
+        0.494,
     ),
     "openai/gpt-oss-20b": (
         "gpt_oss",
-        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
-        | {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8}
+        sizes(2880, 2880, 24, 64) | {"vocab_size": 201088, "head_dim": 64, "num_key_value_heads": 8}
         | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+        20.9,
     ),
-    "google/gemma-3-12b-it": (
-        "gemma3",
-        {
-            "text_config": {
-                "vocab_size": 262208,
-                "hidden_size": 3840,
-                "intermediate_size": 15360,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "sliding_window": 1024,
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},  # as on the hub
-            },
-            "vision_config": {
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_hidden_layers": 27,
-                "num_attention_heads": 16,
-                "image_size": 896,
-                "patch_size": 14,
-            },
-        },
-    ),
-}
-BILLIONS = {
-    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
-    "meta-llama/Llama-3.3-70B-Instruct": 70.55,
-    "Qwen/Qwen3-8B": 8.19,
-    "Qwen/Qwen3-0.6B": 0.596,
-    "google/gemma-3-12b-it": 12.19,
-    "Qwen/Qwen3-4B": 4.02,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30.53,
-    "Qwen/Qwen2.5-Coder-7B-Instruct": 7.62,
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": 0.494,
-    "openai/gpt-oss-20b": 20.9,
-}
+    "google/gemma-3-12b-it": ("gemma3", GEMMA, 12.19),
+}  # fmt: skip
+"""{model: (model type, its config, billions of parameters)}."""
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FEW_EXPERTS = {
@@ -158,13 +112,13 @@ FEW_EXPERTS = {
 
 
 def config_of(name: str) -> Any:
-    kind, settings = PUBLISHED[name]
+    kind, settings, _ = PUBLISHED[name]
     return AutoConfig.for_model(kind, **settings)
 
 
 def small_config(name: str, vocab: int) -> Any:
     """The published config with other sizes: RoPE, norms, windows, ties and towers are those of the model."""
-    kind, settings = PUBLISHED[name]
+    kind, settings, _ = PUBLISHED[name]
     less = SMALL | {"vocab_size": vocab, "initializer_range": 0.25} | FEW_EXPERTS.get(kind, {})
     if kind != "gemma3":
         return AutoConfig.for_model(kind, **settings | less)
@@ -445,14 +399,12 @@ def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Pa
     s = recipe(file)
     name, _, less = world_of(home, file)
     out = tmp_path / "out"
-    done = distill(file, *less, "--out", out, "--dry_run", "true")
-    assert done.code == 0, done.err
+    done = distill(file, *less, "--out", out, "--dry_run", "true").ok()
     assert list(tmp_path.iterdir()) == []
     tried = json.loads(done.out.splitlines()[-1])
     check_dry_run(tried, done.err, s)
 
-    done = distill(file, *less, "--out", out)
-    assert done.code == 0, done.err
+    distill(file, *less, "--out", out).ok()
     weights = load_file(out / "model.safetensors")
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
     config = json.loads((out / "config.json").read_text())
@@ -530,12 +482,11 @@ def test_a_model_answers_through_its_template(home: Path, tmp_path: Path) -> Non
     lines = [json.dumps({"messages": spoken(talks, "gemma3")[0]}) for talks in CHATS]
     prompts.write_text("\n".join(lines))
     out = tmp_path / "samples"
-    done = worlds.call(
+    worlds.call(
         "train/sample.py", "--config", worlds.ROOT / "configs" / "sample" / "chat.yaml",
         "--target", name, "--out", out, "--max_new_tokens", 8, "--dtype", "float32",
         "--sources", json.dumps([{"kind": "file", "path": str(prompts)}]),
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ).ok()  # fmt: skip
     tokenizer = tokenizer_of("gemma3")
     rows = sample_store.read_shards(out)
     assert len(rows) == len(CHATS)
@@ -567,9 +518,8 @@ def test_published_models_have_their_published_size(name: str) -> None:
     """Guards the entries above: a wrong config would make every estimate wrong."""
     with torch.device("meta"):
         model = auto_class(config_of(name)).from_config(config_of(name))
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
-        BILLIONS[name], rel=0.01
-    )
+    found = sum(p.numel() for p in model.parameters()) / 1e9
+    assert found == pytest.approx(PUBLISHED[name][2], rel=0.01)
 
 
 # ---- what recipes say of themselves ----

@@ -14,16 +14,6 @@ from train.trainer import checkpoint
 STEPS, WEIGHTS = 8, "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return worlds.build(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 16)
-
-
 def distill(world: World, data: Path, out: Path, *more: object) -> Done:
     """Saves every second step and keeps all checkpoints."""
     return worlds.call(
@@ -37,8 +27,7 @@ def distill(world: World, data: Path, out: Path, *more: object) -> Done:
 @pytest.fixture(scope="module")
 def undisturbed(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    distill(world, data, out).ok()
     return out
 
 
@@ -58,8 +47,7 @@ def stopped(undisturbed: Path, tmp_path: Path) -> Path:
 
 def goes_on(world: World, data: Path, undisturbed: Path, out: Path, step: int) -> str:
     """The warning of a run that resumes from `step` and ends as the undisturbed one; "" if there is none."""
-    done = distill(world, data, out)
-    assert done.code == 0, done.err
+    done = distill(world, data, out).ok()
     assert f"from step {step}" in done.err
     assert (out / WEIGHTS).read_bytes() == (undisturbed / WEIGHTS).read_bytes()
     shown = [
@@ -214,8 +202,7 @@ def test_a_damaged_best_checkpoint_is_said(
     assert f"step-000002, whose τ was best: {WEIGHTS} is damaged" in line
     assert "--loop.keep_best false" in line
     monkeypatch.setattr(checkpoint, "save", save)
-    done = distill(world, data, out, "--loop.keep_best", "false", "--resume", "true")
-    assert done.code == 0, done.err
+    distill(world, data, out, "--loop.keep_best", "false", "--resume", "true").ok()
     assert (out / WEIGHTS).is_file()
 
 

@@ -95,7 +95,7 @@ def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sharded(world: World, data: Path, out: Path, *more: object) -> Done:
     command = worlds.ROOT / COMMAND
     chunks = worlds.ROOT / "tests/in_chunks.py"
-    return worlds.run(
+    return worlds.fork(
         SHARDED, chunks, command, *arguments(world, data, out), *RUN, *more, processes=2
     )
 
@@ -105,10 +105,8 @@ def trains_as_one(
 ) -> tuple[Path, Path]:
     """Drafts of one process and of the two that `launch` starts, after the same training to the same weights."""
     one, two = folder / "one", folder / "two"
-    done = worlds.call(COMMAND, *arguments(world, data, one), *RUN, *FAMILIES[family])
-    assert done.code == 0, done.err
-    done = launch(world, data, two, *FAMILIES[family])
-    assert done.code == 0, done.err
+    worlds.call(COMMAND, *arguments(world, data, one), *RUN, *FAMILIES[family]).ok()
+    launch(world, data, two, *FAMILIES[family]).ok()
     assert losses_of(two) == pytest.approx(losses_of(one), abs=1e-4)
     assert norms_of(two) == pytest.approx(norms_of(one), rel=1e-3)
     assert facts_of(two)["processes"] == 2
@@ -183,8 +181,7 @@ def test_in_bf16_the_loss_is_near(world: World, data: Path, tmp_path: Path) -> N
     """Catches inputs or outputs in a type that the loss does not take, and sums over a batch that are cast to bf16."""
     one, two, family = tmp_path / "one", tmp_path / "two", FAMILIES["eagle1"]
     assert worlds.call(COMMAND, *arguments(world, data, one), *RUN, *family).code == 0
-    done = sharded(world, data, two, *family, "--mixed_precision", "bf16")
-    assert done.code == 0, done.err
+    sharded(world, data, two, *family, "--mixed_precision", "bf16").ok()
     assert losses_of(two) == pytest.approx(losses_of(one), rel=0.02)
     assert losses_of(two) != losses_of(one)
 

@@ -40,16 +40,6 @@ COMMAND, WEIGHTS = "train/distill.py", "model.safetensors"
 HEAD: list[object] = ["--draft.init", "", "--draft.family", "eagle1"]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return worlds.build(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="module")
-def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 16)
-
-
 def arguments(world: World, data: Path, out: Path) -> list[object]:
     """Four steps of 8 samples, each logged, every second one saved."""
     return [
@@ -312,8 +302,7 @@ def test_accumulation_of_the_launcher_is_the_commands(
     """Bug: the gradient was divided by 4 once more. 2 samples, 4 times, by either side."""
     assert train("ours", "--loop.micro_batch", 2).code == 0
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    done = train("launcher")
-    assert done.code == 0, done.err
+    done = train("launcher").ok()
     assert "8 samples a step (4 micro-batch(es) of 2 in a process)" in done.err
     ours, launched = tmp_path / "ours", tmp_path / "launcher"
     assert (launched / WEIGHTS).read_bytes() == (ours / WEIGHTS).read_bytes()
@@ -330,8 +319,7 @@ def test_precision_of_the_launcher_is_the_commands(
     for name, more in {"bf16": ["--mixed_precision", "bf16"], "fp32": []}.items():
         assert train(name, *more).code == 0
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    done = train("launcher")
-    assert done.code == 0, done.err
+    train("launcher").ok()
     weights = {
         name: (tmp_path / name / WEIGHTS).read_bytes() for name in ("bf16", "fp32", "launcher")
     }
@@ -370,8 +358,7 @@ def test_sampling_says_which_precision_it_computes_in(
         done = worlds.call(
             "train/sample.py", "--target", world.target, "--sources", sources, "--max_new_tokens", 4,
             "--out", tmp_path / precision,
-        )  # fmt: skip
-        assert done.code == 0, done.err
+        ).ok()  # fmt: skip
         assert done.err.count(f"launcher's mixed_precision {precision}") == lines
         assert done.err.count("warning: the target computes in float32") == lines
 
@@ -399,12 +386,10 @@ def test_steps_that_overflow_in_fp16_are_repeated(
     assert train("fp32").code == 0
     with monkeypatch.context() as patch:
         scaled(patch, 2.0**8)
-        done = train("low")
-        assert done.code == 0, done.err
+        train("low").ok()
     with monkeypatch.context() as patch:
         scaled(patch, 2.0**40)
-        done = train("high")
-        assert done.code == 0, done.err
+        train("high").ok()
         low, high = tmp_path / "low", tmp_path / "high"
         assert scale_of(low, 4) == 2.0**8
         assert scale_of(high, 4) == scale_of(high, 2) < 2.0**30
@@ -479,24 +464,15 @@ def test_another_launch_is_refused_before_anything_is_written(
 # ---- through the real launchers ----
 
 
-def launched(
-    words: list[str], world: World, data: Path, out: Path, *more: object, wrap: str = "", **env: str
-) -> Done:
-    """The command under `accelerate launch` with these options, started by the test launcher `wrap` if there is one."""
-    command = [wrap] if wrap else []
-    line = [
-        *[sys.executable, "-m", "accelerate.commands.launch", *words],
-        *[*command, COMMAND, *map(str, [*arguments(world, data, out), *more])],
-    ]
+def launched(words: list[str], world: World, data: Path, out: Path, *more: object) -> Done:
+    """The command under `accelerate launch` with these options."""
+    line = [sys.executable, "-m", "accelerate.commands.launch", *words, COMMAND]
+    line += map(str, [*arguments(world, data, out), *more])
     done = subprocess.run(
-        line, cwd=worlds.ROOT, env={**os.environ, **worlds.ENV, **env},
+        line, cwd=worlds.ROOT, env={**os.environ, **worlds.ENV},
         capture_output=True, text=True, timeout=worlds.PATIENCE, check=False,
     )  # fmt: skip
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def errors_of(done: Done) -> list[str]:
-    return [line for line in done.err.splitlines() if line.startswith("error: ")]
 
 
 MACHINE = ["--num_machines", "1", "--dynamo_backend", "no"]
@@ -516,7 +492,7 @@ def test_bad_input_under_the_real_launcher(
     """Bug: each process printed the line, and the launcher's report, the last thing to be read, did not have it."""
     out, told = tmp_path / "out", [*MACHINE, "--mixed_precision", "no", "--num_processes", "2"]
     done = launched([*told, "--multi_gpu", "--main_process_port", "0"], world, data, out, *more)
-    (error,) = errors_of(done)
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert named in error
     blamed = done.err[done.err.index("Root Cause") :]
     assert "exitcode  : 2 " in blamed
@@ -529,20 +505,12 @@ def test_one_process_under_accelerate_launch(
     train: Callable[..., Done], world: World, data: Path, tmp_path: Path
 ) -> None:
     """Bug: accelerate drops --gradient_accumulation_steps where there is no DeepSpeed, and says so in --help only."""
-    one = ["--num_processes", "1", *MACHINE]
     assert train("ours", "--loop.micro_batch", 2, "--mixed_precision", "bf16").code == 0
-    words = [*one, "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4"]
-    done = launched(words, world, data, tmp_path / "launched")
-    assert done.code == 0, done.err
-    assert (tmp_path / "launched" / WEIGHTS).read_bytes() == (
-        tmp_path / "ours" / WEIGHTS
-    ).read_bytes()
-    words = [*one, "--mixed_precision", "no", "--cpu", "--quiet"]
-    said = launched(words, world, data, tmp_path / "x", "--mixed_precision", "bf16")
-    (error,) = errors_of(said)
-    assert "of this command is bf16 and the launcher's mixed_precision is no" in error
-    assert said.err == error + "\n"
-    assert not (tmp_path / "x").exists()
+    words = ["--num_processes", "1", *MACHINE, "--mixed_precision", "bf16"]
+    words += ["--gradient_accumulation_steps", "4"]
+    launched(words, world, data, tmp_path / "launched").ok()
+    ours, own = (tmp_path / name / WEIGHTS for name in ("ours", "launched"))
+    assert own.read_bytes() == ours.read_bytes()
 
 
 FSDP = {
@@ -552,13 +520,6 @@ FSDP = {
 BY_LAYER = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}
 LAYER = "fsdp_transformer_layer_cls_to_wrap"
-
-
-def fsdp_file(folder: Path, more: dict[str, Any]) -> list[str]:
-    file = folder / "fsdp.yaml"
-    fields = {**PLAIN, "distributed_type": "FSDP", "use_cpu": False, "main_process_port": 0}
-    file.write_text(yaml.safe_dump({**fields, "fsdp_config": {**FSDP, **more}}))
-    return ["--config_file", str(file)]
 
 
 NO_WRAP = "fsdp_auto_wrap_policy is NO_WRAP"
@@ -604,9 +565,10 @@ def test_fsdp_files_of_accelerate_config_train_as_one_process(
 ) -> None:  # fmt: skip
     """Bug: wrap policies ended in tracebacks."""
     assert train("one", *draft).code == 0
-    words = fsdp_file(tmp_path, policy)
-    done = launched(words, world, data, tmp_path / "two", *draft, wrap="tests/fsdp2.py")
-    assert done.code == 0, done.err
+    file = {**PLAIN, "distributed_type": "FSDP", "use_cpu": False, "main_process_port": 0}
+    env = passed_on(file={**file, "fsdp_config": {**FSDP, **policy}}, folder=tmp_path)
+    words = [worlds.ROOT / COMMAND, *arguments(world, data, tmp_path / "two"), *draft]
+    done = worlds.fork("tests/fsdp2.py", *words, processes=2, env=env).ok()
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), abs=1e-4)
     wrapped = [
         line for line in done.err.splitlines() if "wrap" in line and line.startswith("fsdp_")

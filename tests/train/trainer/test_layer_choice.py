@@ -287,8 +287,7 @@ def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from start to end."""
     out = tmp_path_factory.mktemp("straight") / "out"
-    done = distill(world, data, out, *KEEP)
-    assert done.code == 0, done.err
+    done = distill(world, data, out, *KEEP).ok()
     assert "4 layers to 2, 7 models to try on" in done.err
     return out
 
@@ -319,8 +318,7 @@ def test_it_is_the_run_that_names_these_layers(
     straight: Path, train: Callable[..., Done], tmp_path: Path
 ) -> None:
     """Catches a measurement that leaves traces in the draft, in the order of the samples or in random states."""
-    done = train("--draft.layers", "[0, 2]")
-    assert done.code == 0, done.err
+    train("--draft.layers", "[0, 2]").ok()
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (straight / WEIGHTS).read_bytes()
     assert not (tmp_path / "out" / CHOICE_FILE).exists()
     assert "layer_choice" not in facts_of(tmp_path / "out")
@@ -329,8 +327,7 @@ def test_it_is_the_run_that_names_these_layers(
 def test_layers_named_are_those_of_the_init(
     world: World, train: Callable[..., Done], tmp_path: Path
 ) -> None:
-    done = train("--draft.layers", "[1, 2]", "--loop.lr", 1e-30)
-    assert done.code == 0, done.err
+    train("--draft.layers", "[1, 2]", "--loop.lr", 1e-30).ok()
     own, init = load_file(tmp_path / "out" / WEIGHTS), load_file(world.draft / WEIGHTS)
     for new, old in ((0, 1), (1, 2)):
         name = "model.layers.{}.mlp.up_proj.weight"
@@ -347,8 +344,7 @@ def test_a_stopped_run_does_not_choose_again(
     command = [*arguments(world, data, out), *KEEP]
     assert worlds.kill_when((out / when).is_file, COMMAND, *command) == -9
     before = choice_in(out)
-    done = worlds.call(COMMAND, *command)
-    assert done.code == 0, done.err
+    done = worlds.call(COMMAND, *command).ok()
     left = 2 - len(before["removed"])
     assert ("models to try" in done.err) == (left > 0)
     assert choice_in(out)["removed"][: len(before["removed"])] == before["removed"]
@@ -362,15 +358,13 @@ def test_two_processes_choose_the_same(
 ) -> None:
     """Catches ranks that wait for each other or train different layers."""
     out = tmp_path / "out"
-    done = worlds.run(COMMAND, *arguments(world, data, out), *KEEP, processes=2)
-    assert done.code == 0, done.err
+    worlds.fork(COMMAND, *arguments(world, data, out), *KEEP, processes=2).ok()
     assert facts_of(out)["layer_choice"]["kept"] == [0, 2]
 
 
 def test_stored_features_give_the_choice_too(train: Callable[..., Done], tmp_path: Path) -> None:
     """Catches features that are read before they are there."""
-    done = train(*KEEP, "--features", tmp_path / "features", "--loop.steps", 1)
-    assert done.code == 0, done.err
+    train(*KEEP, "--features", tmp_path / "features", "--loop.steps", 1).ok()
     assert facts_of(tmp_path / "out")["layer_choice"]["kept"] == [0, 2]
 
 
@@ -379,8 +373,7 @@ def test_layers_of_the_target_itself_with_some_tokens(
 ) -> None:
     """Catches keep_layers without init, whose acceptance is bound by the tokens that can be drafted, and text that is
     not the target's."""
-    done = train("--draft.init", "", *KEEP, "--draft.vocab", 60)
-    assert done.code == 0, done.err
+    train("--draft.init", "", *KEEP, "--draft.vocab", 60).ok()
     facts = facts_of(tmp_path / "out")
     assert 0.3 < facts["layer_choice"]["acceptance"] <= 1
     assert facts["vocabulary"]["size"] == 60
@@ -399,8 +392,7 @@ def test_adapters_are_those_of_the_cut_model(
     world: World, train: Callable[..., Done], tmp_path: Path
 ) -> None:
     """Catches adapters on layers that go, and an adapter folder that names the whole model as its base."""
-    done = train(*KEEP, "--draft.lora_rank", 2)
-    assert done.code == 0, done.err
+    train(*KEEP, "--draft.lora_rank", 2).ok()
     assert facts_of(tmp_path / "out")["layer_choice"]["kept"] == [0, 2]
     assert not (tmp_path / "out" / "adapter").exists()
     own, init = load_file(tmp_path / "out" / WEIGHTS), load_file(world.draft / WEIGHTS)
@@ -414,8 +406,7 @@ def test_adapters_are_those_of_the_cut_model(
 
 
 def test_pard_drafts_are_cut_too(train: Callable[..., Done], tmp_path: Path) -> None:
-    done = train(*KEEP, "--draft.family", "pard", "--draft.block", 3)
-    assert done.code == 0, done.err
+    train(*KEEP, "--draft.family", "pard", "--draft.block", 3).ok()
     facts = facts_of(tmp_path / "out")
     assert (facts["family"], facts["layer_choice"]["kept"]) == ("pard", [0, 2])
 
@@ -423,8 +414,7 @@ def test_pard_drafts_are_cut_too(train: Callable[..., Done], tmp_path: Path) -> 
 def test_a_dry_run_chooses_nothing(train: Callable[..., Done], tmp_path: Path) -> None:
     """Catches a rehearsal that measures for an hour, or of the whole model."""
     whole = train("--dry_run", "true")
-    done = train(*KEEP, "--dry_run", "true")
-    assert done.code == 0, done.err
+    done = train(*KEEP, "--dry_run", "true").ok()
     assert "layers [1, 3] stand for those" in done.err
     assert "models to try" not in done.err
     found, every = (json.loads(d.out.splitlines()[-1]) for d in (done, whole))

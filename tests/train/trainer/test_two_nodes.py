@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -47,12 +46,6 @@ def kill(node: subprocess.Popen[str]) -> None:
                 process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def await_true(reached: Callable[[], bool], nodes: list[subprocess.Popen[str]]) -> None:
     end = time.monotonic() + PATIENCE
     while not reached():
@@ -61,23 +54,16 @@ def await_true(reached: Callable[[], bool], nodes: list[subprocess.Popen[str]]) 
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return worlds.build(tmp_path_factory.mktemp("world"))
-
-
 def test_after_a_killed_node_both_go_on_from_the_last_checkpoint(
-    world: World, tmp_path: Path
+    world: World, data: Path, tmp_path: Path
 ) -> None:
     """Bug: nodes train apart, the other one waits for ever, or the second start trains other batches."""
-    data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    done = worlds.run(COMMAND, *arguments(world, data, whole), processes=2)
-    assert done.code == 0, done.err
+    worlds.fork(COMMAND, *arguments(world, data, whole), processes=2).ok()
 
     words = arguments(world, data, out)
     with ExitStack() as stack:
-        port = free_port()
+        port = worlds._free_port()
         nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
         await_true((out / "checkpoints" / "latest").is_file, nodes)
         kill(nodes[1])
@@ -85,7 +71,7 @@ def test_after_a_killed_node_both_go_on_from_the_last_checkpoint(
     assert not (out / WEIGHTS).exists()
 
     with ExitStack() as stack:
-        port = free_port()
+        port = worlds._free_port()
         nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
         first, second = (process.communicate(timeout=PATIENCE)[0] for process in nodes)
         assert [process.returncode for process in nodes] == [0, 0], first + second
