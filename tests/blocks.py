@@ -52,12 +52,9 @@ def watch_logits(draft: Any, owner: Any, method: str) -> Iterator[list[TextLogit
 
 @torch.no_grad()
 def decode_and_compare(
-    own: Target,
-    draft: Draft,
-    seen: list[TextLogits],
-    wanted: Callable[[list[int], int], Tensor],
+    own: Target, draft: Draft, seen: list[TextLogits], wanted: Callable[[list[int], int], Tensor],
     **settings: Any,
-) -> tuple[float, set[int]]:
+) -> tuple[float, set[int]]:  # fmt: skip
     """(largest difference of what is `seen` from wanted(text, K), accepted lengths that occurred)."""
     outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
     far = [(wanted(text, len(logits)) - logits).abs().max() for text, logits in seen]
@@ -66,18 +63,13 @@ def decode_and_compare(
 
 @torch.no_grad()
 def chain_drift(
-    draft: Any,
-    owner: Any,
-    method: str,
-    own: Target,
-    wanted: Callable[[list[int], list[int]], Tensor],
-    **settings: Any,
-) -> tuple[float, set[int]]:
+    draft: Any, owner: Any, method: str, own: Target,
+    wanted: Callable[[list[int], list[int]], Tensor], **settings: Any,
+) -> tuple[float, set[int]]:  # fmt: skip
     """(largest difference of what chains are drafted from, accepted lengths that occurred).
 
-    A method of the `owner` returns logits [B, T, V], of which the last T count; wanted(text, drafted tokens) is [n + 1,
-    V] after the text and each of n drafted tokens.
-    """
+    A method of the `owner` returns logits [B, T, V], of which the last T count; wanted(text, drafted tokens) is [n +
+    1, V] after the text and each of n drafted tokens."""
     seen: list[tuple[list[int], list[int], Tensor]] = []
     propose, logits_of = draft.propose, getattr(owner, method)
 

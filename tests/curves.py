@@ -16,11 +16,9 @@ TOKENIZER = "33c2eb365440cc00"
 
 
 def curve(
-    tau: Callable[[Any], Any],
-    sizes: Sequence[int] = (600, 1897, 6000, 18_974, 60_000),
-    worth: float = 0.02,
-    **changes: Any,
-) -> dict[str, Any]:
+    tau: Callable[[Any], Any], sizes: Sequence[int] = (600, 1897, 6000, 18_974, 60_000),
+    worth: float = 0.02, **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The content of data_curve.json where τ of n tokens is `tau(n)`, two seeds, K = 4; as read from the file."""
     rounds = np.full(20, 1000)
 

@@ -21,10 +21,8 @@ def draft(folder: Path, family: str = "eagle3", **changes: Any) -> Path:
     """A draft directory with what training leaves beside it. Its weights are no draft's."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "max_position_embeddings": 768,
-    }
+        "model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 768,
+    }  # fmt: skip
     if family == "medusa":
         config["num_heads"] = 3
     (folder / "config.json").write_text(json.dumps(config))
@@ -39,14 +37,10 @@ def draft(folder: Path, family: str = "eagle3", **changes: Any) -> Path:
         "target": {"name": "org/target", "revision": None},
         "tokenizer_hash": "33c2eb365440cc00",
         "training": {
-            "target": "org/target",
-            "data": "outputs/samples",
-            "draft": {"family": family, "init": ""},
-            "loss": "forward_kl",
-            "loop": {"steps": 312, "lr": 0.0023},
-            "check": {"prompts": 6, "k": 5},
-            "out": str(folder),
-            "overwrite": False,
+            "target": "org/target", "data": "outputs/samples",
+            "draft": {"family": family, "init": ""}, "loss": "forward_kl",
+            "loop": {"steps": 312, "lr": 0.0023}, "check": {"prompts": 6, "k": 5},
+            "out": str(folder), "overwrite": False,
         },
         "samples": 2917,
         "processes": 1,
@@ -62,7 +56,7 @@ def draft(folder: Path, family: str = "eagle3", **changes: Any) -> Path:
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
         "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
         "draft_sha256": draft_sha256(str(folder)),
-    }
+    }  # fmt: skip
     (folder / METADATA_FILE).write_text(json.dumps(facts | changes))
     return folder
 
@@ -106,13 +100,9 @@ def entry(sha: str | None, name: str, task: str = "all", **changes: Any) -> dict
         "dtype": "float32",
         "lossy": False,
         "lossless": {
-            "greedy_identical": True,
-            "prompts": 37,
-            "identical": 37,
-            "ties": [],
-            "failures": [],
+            "greedy_identical": True, "prompts": 37, "identical": 37, "ties": [], "failures": [],
         },
-    }
+    }  # fmt: skip
     return fields | changes
 
 
@@ -133,11 +123,9 @@ def report(sha: str, *more: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(
-    records: Sequence[DecodeRecord],
-    k: int,
-    plain: Sequence[DecodeRecord] | None = None,
+    records: Sequence[DecodeRecord], k: int, plain: Sequence[DecodeRecord] | None = None,
     **facts: Any,
-) -> MethodResult:
+) -> MethodResult:  # fmt: skip
     """Of these records; what does not follow from them is made up."""
     known = {
         "name": "m", "draft": None, "tree": None, "temperature": 0.0, "batch_size": 1, "task": "all",
@@ -171,16 +159,12 @@ def tuned(sha: str, ks: dict[str, int]) -> dict[str, Any]:
                 cells += [fields | {"batch_size": 8, "speedup": 9.0}]
                 chosen += [fields] * (k == best)
     return {
-        "schema": 1,
-        "target": {"name": "org/target", "revision": None},
-        "tasks": ["code@1", "prose@1"],
-        "drafts": {"eagle3": sha},
+        "schema": 1, "target": {"name": "org/target", "revision": None},
+        "tasks": ["code@1", "prose@1"], "drafts": {"eagle3": sha},
         "git": "ccbfa456bfe89422e53c87af09f467dd2deb39c2",
-        "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
-        "chosen": chosen,
-        "predictions": {"cells": [], "counted": 0, "median_error": None},
-        "cells": cells,
-    }
+        "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2}, "chosen": chosen,
+        "predictions": {"cells": [], "counted": 0, "median_error": None}, "cells": cells,
+    }  # fmt: skip
 
 
 def forecast(sha: str) -> dict[str, Any]:

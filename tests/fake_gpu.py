@@ -36,8 +36,7 @@ class GpuBug(AssertionError):
 def device_guard() -> Iterator[None]:
     """Lets Python index tensors on "cuda" where torch was built without CUDA, which has no guard to switch devices.
 
-    In its place stands that of "meta", which does nothing.
-    """
+    In its place stands that of "meta", which does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     name = "_ZN3c104impl26device_guard_impl_registryE"
     guards = (ctypes.c_void_p * DEVICE_TYPES).in_dll(library, name)
@@ -55,8 +54,7 @@ def device_guard() -> Iterator[None]:
 class OneDevice(TorchDispatchMode):
     """Refuses operations with tensors of the host, and copies to and from it; a single number is a kernel's argument.
 
-    FakeTensorMode itself refuses reads (`.item()`), shapes that depend on data, and most mixtures of devices.
-    """
+    FakeTensorMode itself refuses reads (`.item()`), shapes that depend on data, and most mixtures of devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -71,8 +69,7 @@ class OneDevice(TorchDispatchMode):
 def fake_gpu(*objects: Any) -> Iterator[None]:
     """While the block runs, "cuda" is a device of shapes without numbers, and the objects are on it.
 
-    GpuBug for what it cannot do.
-    """
+    GpuBug for what it cannot do."""
     hopper = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
     with device_guard(), hopper, FakeTensorMode() as mode:
         moved = move_to_fake_gpu(mode, objects)

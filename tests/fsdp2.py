@@ -23,11 +23,9 @@ def sharded(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.FSDP
         self.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="no_wrap",
-            reshard_after_forward=False,
+            fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=False,
             state_dict_type="SHARDED_STATE_DICT",
-        )
+        )  # fmt: skip
         if "FSDP_VERSION" in os.environ:
             self.fsdp_plugin = FullyShardedDataParallelPlugin()
         if self._mixed_precision != "no":

@@ -33,20 +33,13 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 ENDING = 1
 HEAD_DIM, THETA, CONTEXT = 16, 10000.0, 256
 NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-}
+}  # fmt: skip
 GEMMA = NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -158,16 +151,13 @@ CASES = {
         "phi3",
         {"sliding_window": None, "original_max_position_embeddings": CONTEXT}
         | scaled(
-            "longrope",
-            long_factor=LONG.tolist(),
-            short_factor=SHORT.tolist(),
-            attention_factor=1.1,
-            original_max_position_embeddings=128,
+            "longrope", long_factor=LONG.tolist(), short_factor=SHORT.tolist(),
+            attention_factor=1.1, original_max_position_embeddings=128,
         ),
         {"rope.scaling.attn_factor": 1.1, "rope.scaling.original_context_length": CONTEXT},
         {"rope_factors_long.weight": LONG, "rope_factors_short.weight": SHORT},
     ),  # fmt: skip
-}
+}  # fmt: skip
 """By a name that says what is special."""
 LAYERS = {"gemma2": 3, "gemma3_text": 7}
 """So that layers of both kinds are there; others have two."""
@@ -185,13 +175,9 @@ def case_model(case: Case) -> Any:
         ]
         layers = {"layer_types": kinds, "query_pre_attn_scalar": HEAD_DIM}
     shape = {
-        "vocab_size": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "head_dim": HEAD_DIM,
-        "num_hidden_layers": count,
-        "max_position_embeddings": CONTEXT,
-    }
+        "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "head_dim": HEAD_DIM,
+        "num_hidden_layers": count, "max_position_embeddings": CONTEXT,
+    }  # fmt: skip
     model = tiny_model(case.arch, **shape | layers | case.changes)
     random = np.random.RandomState(7)
     with torch.no_grad():
@@ -258,16 +244,9 @@ def write_case(path: Path, case: Case, **options: Any) -> Path:
 
 
 def write_file(
-    path: Path,
-    arch: str,
-    keys: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    kind: str = "F32",
-    pre: str = "gpt-2",
-    skip: str = "",
-    plain_keys: dict[str, Any] | None = None,
-    parts: int = 0,
-) -> Path:
+    path: Path, arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32",
+    pre: str = "gpt-2", skip: str = "", plain_keys: dict[str, Any] | None = None, parts: int = 0,
+) -> Path:  # fmt: skip
     """A GGUF with the bundled tokenizer: matrices are quantised as `kind`, tensors and keys that are called `skip` are
     left out. With `parts` it is split as llama.cpp's gguf-split does, and the path of the first part is returned."""
     kept = [(name, array) for name, array in tensors.items() if name.removesuffix(".weight") != skip]  # fmt: skip

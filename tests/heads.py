@@ -97,12 +97,9 @@ def save(
 ) -> str:
     """The draft directory of a net, as training leaves it."""
     layouts.save_heads(
-        folder,
-        fields(family, target, **changes),
-        net,
-        dtype,
+        folder, fields(family, target, **changes), net, dtype,
         None if isinstance(net, MedusaModel) else net.ids,
-    )
+    )  # fmt: skip
     name = "eagle3" if family == "narrow" else family
     facts = {"family": name, "tokenizer_hash": target.fingerprint}
     (folder / METADATA_FILE).write_text(json.dumps(facts))
@@ -143,21 +140,16 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def knowing_net(
-    family: str,
-    target: Target,
-    texts: Sequence[Text],
-    forget: float = 0.0,
-    noise: float = 0.0,
+    family: str, target: Target, texts: Sequence[Text], forget: float = 0.0, noise: float = 0.0,
     seed: int = 0,
-) -> Net:
+) -> Net:  # fmt: skip
     """Heads that predict these texts from the target's states; a share `forget` of the slots they do not know.
 
     With `noise` in what was solved for, a token may be right and the state behind it not.
 
     The layers in front stay random, so that the answer hangs on every state, token and position before it; only the
-    last matrix is solved for. Behind a slot that is known an EAGLE net gives just the state that it would read
-    from the target one slot later, so it goes on as well from its own states as from true ones.
-    """
+    last matrix is solved for. Behind a slot that is known an EAGLE net gives just the state that it would read from
+    the target one slot later, so it goes on as well from its own states as from true ones."""
     inner = {} if family == "medusa" else {"intermediate_size": INNER}
     net = net_of(family, target, seed, **inner)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -203,11 +195,9 @@ def knowing_net(
     for f, x, (a, b) in zip(features, ids, spans, strict=True):
         states = net.init_state(f)
         net.step(
-            states[None, :-1],
-            net.embed(x[None, 1:], embedding),
-            torch.arange(len(x) - 1)[None],
+            states[None, :-1], net.embed(x[None, 1:], embedding), torch.arange(len(x) - 1)[None],
             causal,
-        )
+        )  # fmt: skip
         inners.append(seen["inner"][a:b])
         rests.append(states[a + 1 : b + 1] - seen["bare"][a:b])
     for module in (layer.mlp.down_proj, layer.post_attention_layernorm):
@@ -221,13 +211,9 @@ def knowing_net(
 
 
 def knowing_draft(
-    family: str,
-    target: Target,
-    texts: Sequence[Text],
-    shape: TreeShape = None,
-    forget: float = 0.0,
-    seed: int = 0,
-) -> EagleDraft | MedusaDraft:
+    family: str, target: Target, texts: Sequence[Text], shape: TreeShape = None,
+    forget: float = 0.0, seed: int = 0,
+) -> EagleDraft | MedusaDraft:  # fmt: skip
     """The draft around a `knowing_net`."""
     return draft_of(knowing_net(family, target, texts, forget, seed), target, shape)
 

@@ -82,15 +82,10 @@ def serving() -> Iterator[Hub]:
 def environment(hub: Hub, home: Any) -> dict[str, str]:
     """Variables under which a command talks to the stand-in, with its token and an empty cache."""
     return {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": TOKEN,
-        "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
+        "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -201,12 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
             commit = _commit(repo, rest[1] if rest else "main")
             siblings = [{"rfilename": path} for path in repo.commits[commit]]
             info = {
-                "id": name,
-                "sha": commit,
-                "private": repo.private,
-                "siblings": siblings,
+                "id": name, "sha": commit, "private": repo.private, "siblings": siblings,
                 "tags": [],
-            }
+            }  # fmt: skip
             self._send(200, info)
         else:
             raise KeyError(rest)
@@ -262,17 +254,12 @@ def _apply(files: Files, body: bytes, objects: dict[str, bytes]) -> Files:
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "type": "file",
-        "path": path,
-        "size": len(data),
-        "oid": _oid(path, data),
-    }
+        "type": "file", "path": path, "size": len(data), "oid": _oid(path, data),
+    }  # fmt: skip
     if path.endswith(LARGE):
         entry["lfs"] = {
-            "oid": hashlib.sha256(data).hexdigest(),
-            "size": len(data),
-            "pointerSize": 134,
-        }
+            "oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134,
+        }  # fmt: skip
     return entry
 
 

@@ -17,10 +17,8 @@ LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} | {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": LINEAR,
-}
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": LINEAR,
+}  # fmt: skip
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 24}
 MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 4}
@@ -63,12 +61,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
     "zaya": GROUPED
     | {
-        "tie_word_embeddings": False,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
+        "tie_word_embeddings": False, "num_experts": 4, "moe_intermediate_size": 24,
         "router_hidden_size": 16,
     },
-}
+}  # fmt: skip
 """Settings by model type, of those that are decoded."""
 ELSEWHERE = "states are not in transformers' cache"
 ONE_BY_ONE = "several tokens at once as if nothing stood before them"
@@ -87,14 +83,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ONE_BY_ONE,
     ),
     "recurrent_gemma": (GROUPED | {"lru_width": 32}, f"({ELSEWHERE}|other logits in steps)"),
-    "rwkv": (
-        {"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32},
-        ELSEWHERE,
-    ),
-    "xlstm": (
-        {"hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4},
-        ELSEWHERE,
-    ),
+    "rwkv": ({"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32}, ELSEWHERE),
+    "xlstm": ({"hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4}, ELSEWHERE),
     "minimax": (GROUPED | {"layer_types": LINEAR, "num_local_experts": 4}, "cache of its own"),
     "inkling_text": (
         GROUPED
@@ -144,12 +134,9 @@ def generated(model: Any, prompt: list[int], tokens: int) -> list[int]:
     """The greedy answer of transformers' own `generate`, which reads the answer token by token."""
     ids = torch.tensor([prompt])
     out = copy.deepcopy(model).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=tokens,
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
         pad_token_id=0,
-    )
+    )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 

@@ -41,13 +41,8 @@ CONFIG = {
     "max_autotune_gemm_backends": "ATEN",  # kernels of several kinds are timed against each other
 }
 ON_HOST = (
-    "empty_strided_cpu(",
-    "cpp_fused",
-    ".item()",
-    "_local_scalar_dense",
-    ".cpu()",
-    "device='cpu'",
-)
+    "empty_strided_cpu(", "cpp_fused", ".item()", "_local_scalar_dense", ".cpu()", "device='cpu'",
+)  # fmt: skip
 """What stands in generated code that reads on the host or has tensors there."""
 
 
@@ -97,18 +92,13 @@ class CodeGenerated(BaseException):
 
 
 def attention_of_a_gpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """What scaled_dot_product_attention does on a GPU under a mask: one kernel, which takes the mask as numbers.
 
-    Without a GPU torch writes attention out as products, with copies of the K/V buffers in fp32.
-    """
+    Without a GPU torch writes attention out as products, with copies of the K/V buffers in fp32."""
     if attn_mask is None:
         return SDPA(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     shape = (*query.shape[:3], key.shape[2])
@@ -149,8 +139,7 @@ def inductor_for_h100(done: Callable[[GraphLowering], None]) -> Iterator[None]:
 def generate(function: Callable[..., Any], args: Sequence[Any], wide: int) -> GeneratedCode:
     """The code of `function`, which torch.compile has made for "cuda", for these arguments on a fake GPU.
 
-    `wide` says which buffers `Block.peak` counts: a vocabulary's tokens count what is as wide as the vocabulary.
-    """
+    `wide` says which buffers `Block.peak` counts: a vocabulary's tokens count what is as wide as the vocabulary."""
     found: list[GeneratedCode] = []
 
     def done(graph: GraphLowering) -> None:

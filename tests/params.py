@@ -12,8 +12,7 @@ Row = tuple[Any, ...]
 def slow_except(rows: Iterable[Any], fast: Iterable[Hashable]) -> list[Any]:
     """The `rows` (names, or tuples of them) as test parameters, all but the `fast` ones marked slow.
 
-    A tuple is fast as well if its first name is one of `fast`. KeyError if a fast one is not among them.
-    """
+    A tuple is fast as well if its first name is one of `fast`. KeyError if a fast one is not among them."""
     rows, fast = list(rows), set(fast)
     known = {*rows, *(row[0] for row in rows if isinstance(row, tuple))}
     missing = fast - known

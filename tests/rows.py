@@ -17,13 +17,9 @@ def sample_row(
     ids: Sequence[int], spans: list[list[int]], name: str = "x", source: str = "test"
 ) -> SampleRow:
     return {
-        "id": name,
-        "source": source,
-        "origin": "target",
-        "input_ids": ids,
-        "loss_spans": spans,
+        "id": name, "source": source, "origin": "target", "input_ids": ids, "loss_spans": spans,
         "finish_reason": "eos",
-    }
+    }  # fmt: skip
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:

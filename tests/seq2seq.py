@@ -38,11 +38,9 @@ SIZES: dict[str, Any] = {
 }
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": ("t5", {}),
-    "t5-v1.1": ("t5", GATED),
-    "flan-t5": ("t5", GATED | {"d_kv": 12}),
+    "t5": ("t5", {}), "t5-v1.1": ("t5", GATED), "flan-t5": ("t5", GATED | {"d_kv": 12}),
     "mt5": ("mt5", {}),
-}
+}  # fmt: skip
 
 
 def tiny_t5(variant: str = "t5", seed: int = 0, std: float = 0.3, **changes: Any) -> Any:

@@ -64,9 +64,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "planning": {"settings", "data", "losses", "teacher", "families", "trainer"},
         "hub": {"settings", "data", "families"},
     },
-    "scripts": {
-        "lab": set(),
-    },
+    "scripts": {"lab": set()},
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.
 
@@ -92,8 +90,7 @@ def modules(root: Path) -> dict[str, Path]:
 def imported_names(file: Path) -> Iterator[str]:
     """The full names that a file imports anywhere in it, "a.b" and "a.b.c" for `from a.b import c`.
 
-    A relative import begins with a dot.
-    """
+    A relative import begins with a dot."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -192,8 +189,7 @@ def upward_edges(allowed: Mapping[str, Mapping[str, set[str]]] = ALLOWED) -> lis
 def import_cycles(root: Path) -> list[str]:
     """One line for each cycle of modules that a depth-first search meets, as "a -> b -> a".
 
-    The settings of a family import what they build when they build it: they are read without torch.
-    """
+    The settings of a family import what they build when they build it: they are read without torch."""
     graph, found, finished = import_graph(root), [], set[str]()
     for name in graph:
         if name.startswith(SETTINGS):
@@ -235,15 +231,9 @@ def folders_without_docstring(root: Path) -> list[str]:
 
 
 RULES = [
-    crowded_folders,
-    repeated_classes,
-    forbidden_package_imports,
-    forbidden_subpackage_imports,
-    unlisted_subpackages,
-    import_cycles,
-    shadowing_files,
-    folders_without_docstring,
-]
+    crowded_folders, repeated_classes, forbidden_package_imports, forbidden_subpackage_imports,
+    unlisted_subpackages, import_cycles, shadowing_files, folders_without_docstring,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -329,11 +319,9 @@ def test_an_import_back_inside_a_package_is_found(tree: Path, path: str, text: s
 
 def test_an_unlisted_subpackage_is_found(tree: Path) -> None:
     allowed: dict[str, dict[str, set[str]]] = {
-        "decode": {"model": set(), "engine": {"model"}},
-        "eval": {"metrics": set()},
-        "train": {},
+        "decode": {"model": set(), "engine": {"model"}}, "eval": {"metrics": set()}, "train": {},
         "scripts": {"benchmarks": set()},
-    }
+    }  # fmt: skip
     assert unlisted_subpackages(tree, allowed) == ["scripts/benchmarks"]
     write(tree, "decode/misc/x.py", "")
     assert unlisted_subpackages(tree, allowed) == ["decode/misc", "scripts/benchmarks"]

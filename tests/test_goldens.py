@@ -415,12 +415,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "simulated": {"name": "simulated", "alpha": [0.7]},
 }
 ADDED: dict[str, dict[str, Any]] = {
-    "tree": {"tree": TreeConfig(**TREE)},
-    "lookup": {"lookup": "ngram"},
-    "adaptive": {"adaptive": "confidence"},
-    "mirror": {"mirror": MirrorConfig(2, overlap=False)},
+    "tree": {"tree": TreeConfig(**TREE)}, "lookup": {"lookup": "ngram"},
+    "adaptive": {"adaptive": "confidence"}, "mirror": {"mirror": MirrorConfig(2, overlap=False)},
     "constraint": {},
-}
+}  # fmt: skip
 MODES: tuple[Literal["eager", "compiled", "graph"], ...] = ("eager", "compiled", "graph")
 
 
@@ -562,11 +560,8 @@ def test_what_varies_is_hidden() -> None:
     value = {"git": sha, "where": f"{worlds.ROOT}/x at 2026-11-25", "weights": sha, "n": 123456}
     hidden = masked(value)
     assert hidden == {
-        "git": "<hidden>",
-        "where": "$ROOT/x at <date>",
-        "weights": "<hex>",
-        "n": 123456,
-    }
+        "git": "<hidden>", "where": "$ROOT/x at <date>", "weights": "<hex>", "n": 123456,
+    }  # fmt: skip
     assert masked("| hardware device | Some CPU |") == "| hardware device | <hidden> |"
 
 

@@ -241,13 +241,9 @@ def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path
     """Catches a card or serving files that only exist for the families of this repository."""
     out = tmp_path / "published"
     build_draft_folder(
-        trained,
-        from_json(Evidence, {"report": report}),
-        "me/bigrams",
-        HubLabels("org/target", "mit"),
-        out,
-        DistillConfig,
-    )
+        trained, from_json(Evidence, {"report": report}), "me/bigrams",
+        HubLabels("org/target", "mit"), out, DistillConfig,
+    )  # fmt: skip
     card = (out / "README.md").read_text()
     assert "a table of bigrams" in card
     assert "decode/generate.py" in card

@@ -254,11 +254,9 @@ def test_a_step_of_the_bundled_models_holds_a_window() -> None:
 
 
 LOADS_TARGET = {
-    "decode/generate.py": continuation,
-    "train/sample.py": answering,
-    "eval/run.py": measuring,
+    "decode/generate.py": continuation, "train/sample.py": answering, "eval/run.py": measuring,
     "eval/tune.py": search,
-}
+}  # fmt: skip
 """{command: the module that loads its target}"""
 
 

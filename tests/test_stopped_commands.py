@@ -223,10 +223,8 @@ def test_through_accelerate_launch(
     world: World, data: Path, tmp_path: Path, sent: signal.Signals, to: str, processes: int,
     command: str,
 ) -> None:  # fmt: skip
-    """Catches workers that go on without their launcher, and workers that are killed before they have saved.
-
-    The launcher's own exit code and traceback are its own: 128 + the signal or 1.
-    """
+    """Catches workers that go on without their launcher, and workers that are killed before they have saved. The
+    launcher's own exit code and traceback are its own: 128 + the signal or 1."""
     out, ready = tmp_path / "out", "checkpoints/latest"
     words = [*distill_words(world, data), "--loop.steps", 300, "--loop.save_every", 20]
     if command == "sample":
@@ -263,8 +261,7 @@ def test_through_accelerate_launch(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not linear.PACKED_BFLOAT16,
-    reason="Muon multiplies in bf16, which takes minutes on this CPU",
+    not linear.PACKED_BFLOAT16, reason="Muon multiplies in bf16, which takes minutes on this CPU"
 )
 @pytest.mark.parametrize("sent", SIGNALS)
 def test_building_the_target(

@@ -14,12 +14,9 @@ from decode.model.runner import ModelRunner
 VOCAB, WINDOW = 97, 8
 
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 GATED = COMMON | {"intermediate_size": 48}
 GROUPED = GATED | {"num_key_value_heads": 2, "head_dim": 8}
 SLIDING = GROUPED | {"sliding_window": WINDOW}
@@ -27,10 +24,8 @@ WINDOWED = SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sl
 GEMMA = WINDOWED | {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16} | {
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 
 
 def rope(kind: str, **more: float) -> dict[str, Any]:

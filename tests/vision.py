@@ -15,19 +15,11 @@ from tests.tiny import VOCAB
 IMAGE = 90
 """The placeholder of one image token."""
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.25,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "initializer_range": 0.25, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 WINDOWED = TEXT | {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -41,15 +33,9 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 PATCHES: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_heads": 2,
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 QWEN = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92}
 
 

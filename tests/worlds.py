@@ -164,13 +164,9 @@ def call(command_file: str, *args: object) -> Done:
 
 
 def run(
-    command_file: str,
-    *args: object,
-    env: dict[str, str] | None = None,
-    cwd: Path = ROOT,
-    processes: int = 0,
-    timeout: float = PATIENCE,
-) -> Done:
+    command_file: str, *args: object, env: dict[str, str] | None = None, cwd: Path = ROOT,
+    processes: int = 0, timeout: float = PATIENCE,
+) -> Done:  # fmt: skip
     """The command in a process of its own, or in several under torchrun."""
     with started(command_file, *args, env=env, cwd=cwd, processes=processes) as process:
         out, err = process.communicate(timeout=timeout)
@@ -179,12 +175,9 @@ def run(
 
 @contextmanager
 def started(
-    command_file: str,
-    *args: object,
-    env: dict[str, str] | None = None,
-    cwd: Path = ROOT,
+    command_file: str, *args: object, env: dict[str, str] | None = None, cwd: Path = ROOT,
     processes: int = 0,
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[subprocess.Popen[str]]:  # fmt: skip
     """The running command; it and its children are gone when the block is left."""
     launcher = [sys.executable]
     if processes > 0:
@@ -210,8 +203,7 @@ def started(
 class Fork:
     """A command in a fork of this process: one to kill, or one of several, without the seconds of a start of Python.
 
-    Its hashes of strings are those of this process: where an order could hang on them, `started` shows it.
-    """
+    Its hashes of strings are those of this process: where an order could hang on them, `started` shows it."""
 
     def __init__(self, env: dict[str, str], *words: str):
         self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
@@ -290,8 +282,7 @@ def kill_when(
 ) -> int:  # fmt: skip
     """Runs the command in a fork, or in a process with its own start, until `ready()`, then kills it with SIGKILL.
 
-    Returns its exit code: -9 if it was killed.
-    """
+    Returns its exit code: -9 if it was killed."""
     with contextlib.ExitStack() as stack:
         process: Any
         if own_start:

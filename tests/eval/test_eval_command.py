@@ -690,10 +690,8 @@ def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path:
     for entry in report_of(tmp_path / "out")["methods"]:
         (quality,) = entry["quality"]
         assert (quality["metric"], quality["prompts"], quality["difference"]) == (
-            "exact match",
-            3,
-            0,
-        )
+            "exact match", 3, 0,
+        )  # fmt: skip
         assert quality["value"] == quality["plain"]
 
 

@@ -81,11 +81,8 @@ def test_the_command_tells_a_copy_from_a_changed_target(world: World, tmp_path: 
     for name, one in (("copy", model), ("changed", changed)):
         worlds.save(tmp_path / name, one, worlds.byte_tokenizer())
     targets = [
-        str(world.target),
-        str(tmp_path / "copy"),
-        str(tmp_path / "changed"),
-        str(world.stranger),
-    ]
+        str(world.target), str(tmp_path / "copy"), str(tmp_path / "changed"), str(world.stranger),
+    ]  # fmt: skip
     done = worlds.call(
         "eval/transfer.py", world.draft, "--targets", json.dumps(targets), "--k", 3, "--max_new_tokens", 24,
         "--tasks", json.dumps([{"name": "own", "path": str(world.prompts)}]), "--out", tmp_path / "transfer.json",

@@ -31,18 +31,11 @@ from tests import worlds
 from tests.worlds import Done
 
 FIRST_ARGUMENT = {
-    "train/doctor.py": "data",
-    "eval/report.py": "folder",
-    "eval/advise.py": "report",
-    "eval/transfer.py": "draft",
-    "eval/fidelity.py": "target",
-    "eval/rescore.py": "log other",
-    "scripts/export.py": "draft",
-    "scripts/check_draft.py": "draft",
-    "scripts/referee.py": "draft",
-    "scripts/llamacpp_parity.py": "draft",
-    "scripts/audit.py": "draft",
-}
+    "train/doctor.py": "data", "eval/report.py": "folder", "eval/advise.py": "report",
+    "eval/transfer.py": "draft", "eval/fidelity.py": "target", "eval/rescore.py": "log other", "scripts/export.py": "draft",
+    "scripts/check_draft.py": "draft", "scripts/referee.py": "draft",
+    "scripts/llamacpp_parity.py": "draft", "scripts/audit.py": "draft",
+}  # fmt: skip
 """The settings that may come first without their flags."""
 BASE = {
     "train/sample.py": "--target $lab/target --sources '[{kind: file, path: $lab/prompts.jsonl, limit: 12}]' "
@@ -100,12 +93,9 @@ BASE = {
 }
 """Arguments of each command that work, or would with vLLM, a GPU or more time."""
 EARLIER_RUNS = {
-    "train/sample.py": "samples",
-    "train/write_prompts.py": "written",
-    "train/distill.py": "causal",
-    "eval/run.py": "report",
-    "eval/tune.py": "tuned",
-}
+    "train/sample.py": "samples", "train/write_prompts.py": "written", "train/distill.py": "causal",
+    "eval/run.py": "report", "eval/tune.py": "tuned",
+}  # fmt: skip
 """Folders of the lab that hold a finished run of the command with its BASE arguments."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<1>{{ m['role'] }}:{{ m['content'] }}<2>{% endfor %}"

@@ -11,23 +11,14 @@ from tests.hostile.files import copy, folder, link, mode, remove, write
 from tests.hostile.lab import Lab
 
 TARGETS = {
-    "train/sample.py": "target",
-    "train/write_prompts.py": "target",
-    "train/distill.py": "target",
-    "train/doctor.py": "target",
-    "eval/run.py": "target",
-    "eval/tune.py": "target",
-    "decode/generate.py": "target",
-    "scripts/referee.py": "target",
-    "scripts/llamacpp_parity.py": "target",
-    "scripts/audit.py": "target",
-    "scripts/export.py": "target",
-    "scripts/check_draft.py": "target",
-    "scripts/lab/compare_trainers.py": "target",
-    "scripts/lab/data_curve.py": "distill.target",
-    "scripts/lab/floor.py": "target",
-    "scripts/lab/gpu_smoke.py": "target",
-}
+    "train/sample.py": "target", "train/write_prompts.py": "target", "train/distill.py": "target",
+    "train/doctor.py": "target", "eval/run.py": "target", "eval/tune.py": "target",
+    "decode/generate.py": "target", "scripts/referee.py": "target",
+    "scripts/llamacpp_parity.py": "target", "scripts/audit.py": "target",
+    "scripts/export.py": "target", "scripts/check_draft.py": "target",
+    "scripts/lab/compare_trainers.py": "target", "scripts/lab/data_curve.py": "distill.target",
+    "scripts/lab/floor.py": "target", "scripts/lab/gpu_smoke.py": "target",
+}  # fmt: skip
 MISSING = (
     *((command, f"--{name} ./gone") for command, name in TARGETS.items()),
     ("train/sample.py", "--target $tmp/gone"),

@@ -96,9 +96,7 @@ TABLE: dict[str, Case] = {
         "'phi3'",
     ),
     "Gemma's layer": (
-        SPECFORGE,
-        set_config(architectures=["Gemma2ForCausalLMEagle3"]),
-        "'gemma2'",
+        SPECFORGE, set_config(architectures=["Gemma2ForCausalLMEagle3"]), "'gemma2'",
     ),
     "Gemma's layers of DFlash": ("dflash", set_config(model_type="gemma3_text"), "'gemma3_text'"),
     "partial rotary": (SPECFORGE, set_config(partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -113,9 +111,7 @@ TABLE: dict[str, Case] = {
         "'ntk-by-parts'",
     ),
     "two RoPE bases": (
-        "dspark",
-        set_config(rope_theta=123.0),
-        "RoPE base 123.0",
+        "dspark", set_config(rope_theta=123.0), "RoPE base 123.0",
     ),
     "soft caps": (SPECFORGE, set_config(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     "a multiplier": (SPEC, nested(attention_multiplier=0.1), "attention_multiplier"),

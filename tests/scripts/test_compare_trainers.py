@@ -79,10 +79,8 @@ def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
 
 @pytest.mark.parametrize("vocab", [0, 40])
 def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vocab: int) -> None:
-    """Catches a public recipe that is slower because it computes something else: keys, positions, mask or teacher rows.
-
-    Ours runs supervised slots alone, in chunks, on logits computed once a row.
-    """
+    """Catches a public recipe that is slower because it computes something else: keys, positions, mask or teacher
+    rows. Ours runs supervised slots alone, in chunks, on logits computed once a row."""
     rows = rows_of(20, 9, 15)
     # The plain mask does not know where one reply ends and the next begins.
     rows[0]["loss_spans"] = [[3, 11]]

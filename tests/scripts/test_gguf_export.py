@@ -83,10 +83,8 @@ def test_all_named_templates_are_written_and_read_again(tmp_path: Path) -> None:
     path = save(tmp_path / "model")
     tokenizer = load_tokenizer(path)
     tokenizer.chat_template = {
-        "default": TEMPLATE,
-        "tool_use": "T" + TEMPLATE,
-        "rag": "R{{ date }}",
-    }
+        "default": TEMPLATE, "tool_use": "T" + TEMPLATE, "rag": "R{{ date }}",
+    }  # fmt: skip
     (tmp_path / "model" / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(path)
     assert load_tokenizer(path).chat_template == tokenizer.chat_template

@@ -45,13 +45,9 @@ from train.trainer.settings import DistillConfig
 TARGET = str(ROOT / "assets" / "target")
 V, WIDTH, LAYERS = 4096, 256, 12
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -479,11 +475,9 @@ WRONG: dict[str, tuple[str, Callable[[Keys, Tensors], Any]]] = {
 @served_only
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_file_is_found(
-    name: str,
-    fitted: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
+    name: str, fitted: Callable[[str], Path], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Catches a comparison that passes for a file that llama.cpp loads and misreads."""
     heads, change = WRONG[name]
     right = gguf_heads.head_content

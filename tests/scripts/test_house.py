@@ -70,10 +70,7 @@ def test_the_closure_has_what_is_named_by_string(tree: Path) -> None:
     """Bug: trainers that are named in a registry, or imported inside a function, are not seen."""
     found = house.import_closure(house.read_sources(tree), "train/distill.py")
     names = {
-        "decode/__init__.py",
-        "decode/base.py",
-        "decode/names.py",
-        "train/__init__.py",
+        "decode/__init__.py", "decode/base.py", "decode/names.py", "train/__init__.py",
         "train/distill.py",
-    }
+    }  # fmt: skip
     assert found == names | {"train/late.py", "train/head.py"}

@@ -186,8 +186,7 @@ def greedy_rounds(
 ) -> list[tuple[int, int]]:
     """Rounds of greedy decoding where the draft agrees at places `agree`, up to `tokens` tokens, never past `limit`.
 
-    If the text has `ended`, its last token ends a chain unaccepted where more drafts follow it.
-    """
+    If the text has `ended`, its last token ends a chain unaccepted where more drafts follow it."""
     rounds, emitted = [], 1
     while emitted < tokens:
         drafts = min(k, limit - emitted - 1)
@@ -204,11 +203,9 @@ def greedy_rounds(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.booleans(), min_size=40, max_size=40),
-    st.integers(1, 5),
-    st.integers(2, 20),
+    st.lists(st.booleans(), min_size=40, max_size=40), st.integers(1, 5), st.integers(2, 20),
     st.integers(1, 20),
-)
+)  # fmt: skip
 def test_rounds_are_cut_as_the_server_runs_them(
     agree: list[bool], k: int, limit: int, tokens: int
 ) -> None:

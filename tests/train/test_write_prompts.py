@@ -44,14 +44,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def settings(target: str, out: Path) -> WritePromptsConfig:
     return WritePromptsConfig(
-        target,
-        systems=["", "Ask about code."],
-        count=12,
-        sampling=SamplingParams(temperature=1.0),
-        max_new_tokens=24,
-        batch_size=4,
-        out=str(out),
-    )
+        target, systems=["", "Ask about code."], count=12, sampling=SamplingParams(temperature=1.0),
+        max_new_tokens=24, batch_size=4, out=str(out),
+    )  # fmt: skip
 
 
 def test_a_user_turn_begins_and_ends_where_the_template_says() -> None:

@@ -27,6 +27,7 @@ from tests.decode.checkpoints.test_importers import (
 from tests.decode.checkpoints.test_importers import write as write_folder
 from tests.decode.checkpoints.test_layouts import small_target
 from tests.heads import draft_of, fields, net_of
+from tests.params import rotated
 
 Tensors = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
@@ -40,9 +41,6 @@ def said_while_loading(path: str) -> list[str]:
         load_draft(path, small_target())
     lines = [str(one.message) for one in seen if issubclass(one.category, UserWarning)]
     return [line for line in lines if "names no tokenizer" not in line]
-
-
-# ---- activations ----
 
 
 def tanh_gelu(x: float) -> float:
@@ -63,8 +61,9 @@ def test_each_activation_has_a_formula_here() -> None:
     assert FORMULAS.keys() == ACTIVATIONS.keys()
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("trainer", ["eagle3 of SpecForge", "eagle3 of speculators"])
+@pytest.mark.parametrize(
+    ("name", "trainer"), rotated(FORMULAS, ["eagle3 of SpecForge", "eagle3 of speculators"])
+)
 @torch.no_grad()
 def test_the_named_activation_is_computed(trainer: str, name: str, tmp_path: Path) -> None:
     """Catches SiLU in place of what config.json names, flat and nested: the layer's MLP against the formula."""
@@ -77,9 +76,6 @@ def test_the_named_activation_is_computed(trainer: str, name: str, tmp_path: Pat
     active = gate.clone().apply_(FORMULAS[name])
     wanted = (active * (x @ given.up_proj.weight.T)) @ given.down_proj.weight.T.double()
     assert float((mlp(x) - wanted).abs().max()) < 1e-5
-
-
-# ---- layers whose states are read ----
 
 
 def test_a_surplus_layer_is_left_out_and_named(tmp_path: Path) -> None:
@@ -127,8 +123,6 @@ def test_assumed_layers_are_named_once(tmp_path: Path) -> None:
     assert said_while_loading(specforge(tmp_path / "b", own)[0]) == []
 
 
-# ---- RoPE ----
-
 WANTED_THETA = [
     {"rope_theta": 5e5},
     {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
@@ -156,9 +150,6 @@ def test_linear_scaling_by_its_old_name_divides_positions() -> None:
     x, at = torch.zeros(1, 5, 16), torch.arange(5)[None]
     for a, b in zip(scaled.rotary(x, 4 * at), plain.rotary(x, at), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-
-
-# ---- eight bits ----
 
 
 def fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from tests.tiny import tiny_model, tiny_prompts, tiny_target
 
 LLAMA = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 LLAMA += ("num_hidden_layers", "hidden_act", "rms_norm_eps", "max_position_embeddings")
+BIN = "pytorch_model.bin"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -76,7 +77,7 @@ def authors_eagle3(folder: Path, own: Target) -> tuple[str, Net]:
     config = llama(fields("eagle3", own)) | {"architectures": ["LlamaForCausalLMEagle3"]}
     config |= {"draft_vocab_size": VD}
     tensors = midlayer(net.state_dict()) | maps(net)
-    return write(folder, config, tensors, "pytorch_model.bin"), net
+    return write(folder, config, tensors, BIN), net
 
 
 def specforge(folder: Path, own: Target) -> tuple[str, Net]:
@@ -113,7 +114,7 @@ def authors_eagle1(folder: Path, own: Target) -> tuple[str, Net]:
         net.fc.bias.copy_(torch.linspace(-1, 1, len(net.fc.bias)))  # type: ignore[union-attr]
     config = llama(fields("eagle1", own)) | {"architectures": ["LlamaForCausalLM"], "bias": True}
     tensors = net.state_dict() | {"embed_tokens.weight": embedding(own)}
-    return write(folder, config, tensors, "pytorch_model.bin"), net
+    return write(folder, config, tensors, BIN), net
 
 
 def numbered(net: Any) -> Tensors:
@@ -314,23 +315,19 @@ class Bomb:
         return Path.touch, (self.file,)
 
 
-def bomb(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Bomb(folder / "ran")}))
-
-
-def boxed_bomb(folder: Path) -> None:
-    torch.save({"fc.weight": Bomb(folder / "ran")}, folder / "pytorch_model.bin")
-
-
 def points_elsewhere(folder: Path) -> None:
     index = {"weight_map": {"fc.weight": "../../secret.safetensors"}}
     (folder / importers.INDEX_FILE).write_text(json.dumps(index))
-    (folder / "pytorch_model.bin").unlink()
+    (folder / BIN).unlink()
 
 
 REFUSED: dict[str, tuple[str, Edit, str]] = {
-    "code in a pickle": ("eagle1 of its authors", bomb, "pytorch_model.bin"),
-    "code in a checkpoint": ("eagle1 of its authors", boxed_bomb, "holds more than tensors"),
+    "code in a pickle": (
+        "eagle1 of its authors", lambda f: (f / BIN).write_bytes(pickle.dumps(Bomb(f / "ran"))), BIN,
+    ),
+    "code in a checkpoint": (
+        "eagle1 of its authors", lambda f: torch.save({"x": Bomb(f / "ran")}, f / BIN), "holds more than tensors",
+    ),
     "an index that points elsewhere": ("eagle1 of its authors", points_elsewhere, "which is no shard"),
     "layers": ("eagle3 of SpecForge", set_config(num_hidden_layers=2), "of 2 layers"),
     "biases": ("eagle3 of SpecForge", set_config(attention_bias=True), "biases"),
@@ -389,16 +386,11 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-THERE = {
-    "eagle3": "speculators",
-    "narrow": "speculators",
-    "eagle1": "flat",
-    "medusa": "medusa-legacy",
-}
+THERE = [("eagle3", "speculators", torch.bfloat16), ("narrow", "speculators", torch.float32)]
+THERE += [("eagle1", "flat", torch.bfloat16), ("medusa", "medusa-legacy", torch.float32)]
 
 
-@pytest.mark.parametrize(("family", "form"), THERE.items())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "form", "dtype"), THERE)
 def test_there_and_back(
     family: str, form: str, dtype: torch.dtype, tmp_path: Path, target_folder: str
 ) -> None:

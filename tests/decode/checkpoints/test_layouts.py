@@ -41,8 +41,6 @@ def saved(folder: Path, family: str) -> str:
     return save(folder, family, net_of(family, own), own, torch.float32)
 
 
-# ---- golden tables ----
-
 VD = 55
 
 
@@ -70,23 +68,15 @@ def test_medusa_has_no_other_keys_that_vllm_would_rename() -> None:
     assert renamed == ["num_heads", "num_hidden_layers"]
 
 
-def vllm_taps(config: dict[str, Any], layers: int) -> list[int]:
-    """hidden_states that vLLM feeds to a flat EAGLE-3 checkpoint."""
-    return config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
-
-
-def sglang_taps(config: dict[str, Any], layers: int) -> list[int]:
-    """The same for SGLang, which counts a layer's output."""
-    ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    return [2, layers // 2, layers - 3] if ids is None else [i + 1 for i in ids]
-
-
 @pytest.mark.parametrize("layers", [(2, 4, 5), (1, 4, 7), (3, 6)])
 def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
     """Catches ids in one convention where an engine reads the other (vLLM PR #43671: 10 % accepted instead of 45 %).
     Ids of the default layers are not written: some engines misread them."""
     config = eagle_layouts.eagle3_config(small_target().runner.config, V, VD, layers)
-    assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
+    default = [2, LAYERS // 2, LAYERS - 3]  # of both; SGLang counts a layer's output
+    assert config.get("eagle_aux_hidden_state_layer_ids", default) == list(layers)
+    outputs = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    assert (default if outputs is None else [i + 1 for i in outputs]) == list(layers)
     assert eagle_layouts.aux_layers(config, LAYERS) == layers
     written = {"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"}
     assert written & config.keys() == (set() if layers == (2, 4, 5) else written)
@@ -104,9 +94,6 @@ def test_the_map_is_an_offset(tmp_path: Path) -> None:
     assert layouts.draft_to_target_ids("some", config, tensors).tolist() == ids.tolist()  # type: ignore[union-attr]
     whole = load_file(saved(tmp_path / "all", "narrow") + "/model.safetensors")
     assert not {"d2t", "t2d"} & whole.keys()
-
-
-# ---- there and back ----
 
 
 def proposals(draft: Any, own: Target) -> list[torch.Tensor]:
@@ -213,9 +200,6 @@ def test_loading_leaves_no_parameter_as_it_was(
         load_draft(path, own)
 
 
-# ---- odd targets ----
-
-
 def test_heads_of_a_narrower_draft_are_whole() -> None:
     """Catches heads that do not divide the width, or K/V heads that do not divide the heads, at odd widths."""
     own = small_target(hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
@@ -234,9 +218,6 @@ def test_a_longrope_for_part_of_each_head_is_left_out() -> None:
     own = tiny_target(model)
     for family in ("eagle1", "eagle3"):
         decode(own, draft_of(net_of(family, own), own), PROMPTS, k=2, max_new_tokens=3)
-
-
-# ---- damage ----
 
 
 def set_metadata(**changes: Any) -> Callable[[Path], None]:

@@ -61,9 +61,6 @@ def drift(draft: MtpDraft, inner: MtpDraft, own: Target, **settings: Any) -> tup
     return chain_drift(draft, draft, "_logits", own, wanted, **settings)
 
 
-# ---- files ----
-
-
 def native_folder(folder: Path, arch: str) -> tuple[MtpModel, Target]:
     """A target's folder with a random MTP layer in its weights, as DeepSeek publishes it."""
     model = tiny_model(arch)

@@ -16,12 +16,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.tree import TreeShape
 from tests.blocks import decode_and_compare, watch_logits
-from tests.tiny import (
-    VOCAB,
-    noisy,
-    reference,
-    tiny_model,
-)
+from tests.tiny import VOCAB, noisy, reference, tiny_model
 
 MASK = VOCAB - 1
 

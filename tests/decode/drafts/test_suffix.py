@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -69,12 +70,6 @@ def nodes(tree: SuffixTree) -> int:
 # ---- counts ----
 
 
-@given(texts_of, depths)
-def test_counts_equal_counting(texts: list[Text], depth: int) -> None:
-    """Catches suffixes counted twice or beyond the depth, strings across two texts, a place read past its text."""
-    assert_counts(built(depth, texts), texts)
-
-
 @given(texts_of, depths, st.data())
 def test_growing_in_any_steps_counts_the_same(
     texts: list[Text], depth: int, data: st.DataObject
@@ -103,11 +98,11 @@ def test_removal_leaves_the_others_as_if_alone(
         del alive[key]
         assert_counts(tree, list(alive.values()))
         fresh = built(depth, list(alive.values()))
-        for pattern in [[*string, 0] for string in strings(2)] + texts:
-            for shape in (False, True):
-                assert tree.speculate(pattern, 4, 1.0, 1.0, 0.0, shape) == fresh.speculate(
-                    pattern, 4, 1.0, 1.0, 0.0, shape
-                )
+        for pattern, shape in product(
+            [[*string, 0] for string in strings(2)] + texts, (False, True)
+        ):
+            guesses = [x.speculate(pattern, 4, 1.0, 1.0, 0.0, shape) for x in (tree, fresh)]
+            assert guesses[0] == guesses[1]
         if alive:  # what stays goes on growing
             key = data.draw(st.sampled_from(sorted(alive)))
             alive[key] = [*alive[key], 1, 0]
@@ -133,15 +128,9 @@ def test_memory_goes_with_what_repeats() -> None:
 
 
 def slow_guess(
-    texts: list[Text],
-    depth: int,
-    pattern: Text,
-    max_tokens: int,
-    factor: float,
-    offset: float,
-    least: float,
+    texts: list[Text], depth: int, pattern: Text, max_tokens: int, factor: float, offset: float, least: float,
     tree: bool,
-) -> SuffixMatch:
+) -> SuffixMatch:  # fmt: skip
     """The rule as it is written, by counting strings; probabilities multiplied in the same order."""
     times = occurrences(texts, depth)
     best = SuffixMatch([], [], [], 0.0, 0)
@@ -180,25 +169,19 @@ def slow_guess(
     texts_of,
     depths,
     st.lists(st.integers(0, LETTERS - 1), max_size=7),
-    st.integers(0, 7),
-    st.sampled_from([0.0, 0.29, 0.5, 1.0, 2.0]),
-    st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0]),
-    st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
-    st.booleans(),
+    st.tuples(
+        st.integers(0, 7),
+        st.sampled_from([0.0, 0.29, 0.5, 1.0, 2.0]),
+        st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0]),
+        st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
+        st.booleans(),
+    ),
 )
 def test_guess_equals_the_slow_rule(
-    texts: list[Text],
-    depth: int,
-    pattern: Text,
-    max_tokens: int,
-    factor: float,
-    offset: float,
-    least: float,
-    tree: bool,
+    texts: list[Text], depth: int, pattern: Text, rule: Any
 ) -> None:
     """Catches wrong ties, a cap or threshold off by one, a score that a longer match should have lost to."""
-    guess = built(depth, texts).speculate(pattern, max_tokens, factor, offset, least, tree)
-    assert guess == slow_guess(texts, depth, pattern, max_tokens, factor, offset, least, tree)
+    assert built(depth, texts).speculate(pattern, *rule) == slow_guess(texts, depth, pattern, *rule)
 
 
 @given(texts_of, depths, st.booleans())
@@ -207,22 +190,6 @@ def test_the_end_of_a_text_equals_the_slow_rule(texts: list[Text], depth: int, t
     pattern = texts[0]
     guess = built(depth, texts).speculate(pattern, 4, 1.0, 1.0, 0.1, tree)
     assert guess == slow_guess(texts, depth, pattern, 4, 1.0, 1.0, 0.1, tree)
-
-
-@given(texts_of, st.lists(st.integers(0, LETTERS - 1), min_size=2, max_size=2))
-def test_the_chain_is_a_path_of_the_tree(texts: list[Text], pattern: Text) -> None:
-    """Catches parents counted from another root: with room for all, the chain lies in the tree of its match."""
-    index = built(5, texts)
-    chain = index.speculate(pattern, 5, 0.0, 5.0, 0.0)
-    tree = index.speculate(pattern, 1000, 0.0, 1000.0, 0.0, True)
-    assert (chain.tokens == []) == (tree.tokens == [])
-    at = 0
-    for token, probability in zip(chain.tokens, chain.probabilities, strict=True):
-        [i] = [
-            i for i, parent in enumerate(tree.parents) if (parent, tree.tokens[i]) == (at, token)
-        ]
-        assert tree.probabilities[i] == probability
-        at = i + 1
 
 
 def test_hand_counted_guess() -> None:
@@ -241,40 +208,9 @@ def test_hand_counted_guess() -> None:
         assert tree.speculate([7, 1, 2], 4, 2.0, 0.0, least, tree=True).tokens == want
 
 
-def test_probability_stops_the_guess() -> None:
-    """Catches a threshold on single steps instead of the product, and one that also drops its own value."""
-    text = [
-        1,
-        2,
-        0,
-        1,
-        3,
-        0,
-        1,
-        2,
-        4,
-        1,
-        2,
-        5,
-    ]  # behind 1: 2 three times of four; behind "1 2": 0, 4, 5
-    tree = built(8, [text])
-    for least, want in ((0.1, [2, 0]), (0.25, [2, 0]), (0.26, [2]), (0.75, [2]), (0.76, [])):
-        assert tree.speculate([9, 1], 2, 2.0, 0.0, least).tokens == want
-
-
 def test_the_cap_is_not_rounded_away() -> None:
     """Catches a token lost to floats: 3 * 0.6 + 0.2 is 1.9999999999999998 in them."""
     assert built(8, [[1, 2, 3, 4, 5, 6]]).speculate([9, 1, 2, 3], 8, 0.6, 0.2).tokens == [4, 5]
-
-
-def test_a_repeated_text_is_drafted_to_its_end() -> None:
-    """Catches drafts that stay short where the whole point is that they are long."""
-    text = list(range(100, 160))
-    tree = built(24, [[*text, *text[:12]]])
-    guess = tree.speculate(tree.text(0), 16)
-    assert guess.tokens == text[12:24]
-    assert guess.match_length == 12
-    assert guess.score == 6  # the unfinished repetition is the other half of the count
 
 
 def test_speed() -> None:
@@ -399,8 +335,7 @@ def test_tree_proposals() -> None:
 # ---- in the engine ----
 
 
-@pytest.mark.parametrize("nodes", [0, 8])
-@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize(("rows", "nodes"), [(None, 8), (2, 0)])
 def test_decoding_is_lossless_and_learns(rows: int | None, nodes: int) -> None:
     """Catches rows and texts out of step with the engine's: the second time, every answer is known."""
     model = tiny_model("llama")

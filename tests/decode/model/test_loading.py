@@ -96,7 +96,7 @@ def cut(file: str, size: int) -> Damage:
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 
-DEEP = "[" * 100_000
+DEEP, NORM = "[" * 100_000, "model.norm.weight"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "-1 layers": (config(num_hidden_layers=-1), "num_hidden_layers -1, which must be at least 1"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers 0"),
@@ -118,41 +118,30 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "rope type": (rope(rope_type="wheel"), "wheel"),
     "eps nan": (config(rms_norm_eps=float("nan")), "rms_norm_eps nan"),
     "unknown type": (config(model_type="wheel"), "wheel"),
-    "a config that is a list": (
-        holds(CONFIG, "[]"),
-        "config.json is not a config.json: it holds a",
-    ),
+    "a config that is a list": (holds(CONFIG, "[]"), "config.json is not a config.json: it holds a"),
     "an empty config": (holds(CONFIG, ""), "config.json is empty"),
     "a deep config": (holds(CONFIG, DEEP), "config.json is nested deeper"),
     "a config in another encoding": (holds(CONFIG, b"\xff\xfe"), "config.json is not UTF-8"),
     "no config": (gone(CONFIG), "holds no config.json"),
     "a generation config that is a list": (
-        holds("generation_config.json", "[3]"),
-        "generation_config.json is not a generation_config.json: it holds a list",
+        holds("generation_config.json", "[3]"), "is not a generation_config.json: it holds a list",
     ),
     "no weights": (gone(WEIGHTS), "no file named model.safetensors"),
     "weights cut off": (cut(WEIGHTS, 5000), "cannot be loaded .*header.*restore its files"),
     "a header cut off": (cut(WEIGHTS, 50), "cannot be loaded .*header.*restore its files"),
     "a huge header": (holds(WEIGHTS, struct.pack("<Q", 2**60)), "cannot be loaded .*header"),
     "weights that are a broken link": (
-        without_weights(lambda folder: (folder / WEIGHTS).symlink_to("nowhere")),
-        "no file named model.safetensors",
+        without_weights(lambda f: (f / WEIGHTS).symlink_to("nowhere")), "no file named model.safetensors",
     ),
     "an index that is a list": (
-        without_weights(holds(f"{WEIGHTS}.index.json", "[]")),
-        "index.json is not a model.safetensors.index.json: it holds a list",
+        without_weights(holds(f"{WEIGHTS}.index.json", "[]")), "is not a model.safetensors.index.json: it holds a list",
     ),
-    "a tensor is missing": (
-        tensors(lambda t: t.pop("model.norm.weight")),
-        "lacks 1 weights .*norm",
-    ),
+    "a tensor is missing": (tensors(lambda t: t.pop(NORM)), "lacks 1 weights .*norm"),
     "a tensor has another shape": (
-        tensors(lambda t: t.update({"model.norm.weight": torch.ones(31)})),
-        "other shapes than its config.json says",
+        tensors(lambda t: t.update({NORM: torch.ones(31)})), "other shapes than its config.json says",
     ),
     "weights of NaN": (
-        tensors(lambda t: t["model.norm.weight"].fill_(float("nan"))),
-        r"1 of its weights hold NaN or infinity in float32 \(model.norm.weight",
+        tensors(lambda t: t[NORM].fill_(float("nan"))), r"1 of its weights hold NaN or infinity in float32 \(model",
     ),
     "no tokenizer": (gone(TOKENIZER, "tokenizer_config.json"), "tokenizer of .* cannot be loaded"),
     "a tokenizer that is a list": (holds(TOKENIZER, "[]"), "tokenizer.json: it holds a list"),
@@ -160,18 +149,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a tokenizer cut off": (cut(TOKENIZER, 500), "tokenizer.json is not valid JSON"),
     "a deep tokenizer": (holds(TOKENIZER, DEEP), "tokenizer.json is nested deeper"),
     "a tokenizer config that is a list": (
-        holds("tokenizer_config.json", "[]"),
-        "tokenizer_config.json: it holds a list",
+        holds("tokenizer_config.json", "[]"), "tokenizer_config.json: it holds a list",
     ),
-    "a tokenizer without a vocabulary": (
-        edited(TOKENIZER, lambda c: c["model"].update(vocab={})),
-        "0 tokens",
-    ),
+    "a tokenizer without a vocabulary": (edited(TOKENIZER, lambda c: c["model"].update(vocab={})), "0 tokens"),
     "a tokenizer that is larger than the model": (
         edited(TOKENIZER, lambda c: c["model"]["vocab"].update(abc=300)),
         "tokens with ids up to 300, but the model embeds 268",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

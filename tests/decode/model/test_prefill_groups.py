@@ -30,10 +30,6 @@ def test_groups_are_the_cheapest(seed: int, step: int) -> None:
     assert cost(groups, lengths) == best
 
 
-def test_prompts_of_one_length_are_one_group() -> None:
-    assert [sorted(group) for group in prefill_groups([9] * 5)] == [[0, 1, 2, 3, 4]]
-
-
 def test_thousands_of_prompts_are_grouped_at_once() -> None:
     """Catches work that grows with the square of the batch: 60,000 rows took minutes."""
     start = time.perf_counter()

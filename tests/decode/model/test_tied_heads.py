@@ -20,6 +20,7 @@ from decode.engine.engine import decode
 from decode.model.loading import head_is_misstated, load_config, load_model, load_target
 from decode.serving.gguf_export import write_gguf
 from decode.serving.running.vllm_client import language_model_path
+from tests.params import rotated
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.families.causal import random_init
@@ -62,8 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "arch"), rotated(CASES, ["llama", "qwen3", "gemma2"]))
 def test_the_tensors_decide(
     case: str, arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,8 +91,9 @@ def test_the_tensors_decide(
     assert said == (case == "untied, absent")
 
 
-@pytest.mark.parametrize("rows", [VOCAB - 3, VOCAB, VOCAB + 5])
-@pytest.mark.parametrize("head", ["apart", "absent"])
+@pytest.mark.parametrize(
+    ("head", "rows"), [("apart", VOCAB - 3), ("apart", VOCAB + 5), ("absent", VOCAB + 5), ("absent", VOCAB)]
+)  # fmt: skip
 def test_resized_and_saved_drafts_keep_their_head(head: str, rows: int, tmp_path: Path) -> None:
     """Catches a head that becomes the embedding when the draft gets the target's vocabulary, and a folder that does
     not load as what was saved."""

@@ -59,10 +59,8 @@ def test_generate_ends_at_stop_strings(target: Target) -> None:
 def test_what_vllm_is_asked(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: vLLM decodes other prompts, at another temperature, past our EOS, or with another draft.
-
-    A script that prints what it was sent stands for vLLM.
-    """
+    """Bug: vLLM decodes other prompts, at another temperature, past our EOS, or with another draft. A script that
+    prints what it was sent stands for vLLM."""
     script = tmp_path / "vllm_worker.py"
     script.write_text(
         "import json, sys\nprint('log')\nfor job in json.load(sys.stdin)['jobs']:\n"
@@ -141,13 +139,9 @@ class Clock:
 
 
 def measured(
-    target: Target,
-    folder: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    fails: str = "",
+    target: Target, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, fails: str = "",
     batch_size: int = 1,
-) -> TimingResult:
+) -> TimingResult:  # fmt: skip
     """Three prompts by plain decoding, an n-gram draft and two other engines; `clock` sees every turn."""
     decode, run_first_rounds = timing.decode_batch, timing.run_first_rounds
 

@@ -19,10 +19,8 @@ ALPHA, K, NEW = [0.8, 0.5], 3, 40
 
 @pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_acceptance_is_what_was_asked_for(costly: bool) -> None:
-    """Bug: positions are shifted, unconditional for conditional, or spoilt by EOS, batch or the draft that is paid for.
-
-    About 500 rounds: α_1 within 0.07 of what was asked, four standard deviations; α_2 and α_3 within 0.12.
-    """
+    """Bug: positions are shifted, unconditional for conditional, or spoilt by EOS, batch or the draft that is paid
+    for. About 500 rounds: α_1 within 0.07 of what was asked, four standard deviations; α_2 and α_3 within 0.12."""
     model = tiny_model("llama")
     target = tiny_target(model, eos=(3, 5))
     prompts = tiny_prompts(*[3 + i % 7 for i in range(40)])

@@ -39,8 +39,7 @@ class Machine:
     """Stands for decoding: a request takes 0.5 to 2 s, of a text and acceptance of its own, and 2 % of noise.
 
     `stall` says which pass stalls, and `prefill` whether it does so before the first round. `speed` is how slow the
-    machine is by then: it may drift.
-    """
+    machine is by then: it may drift."""
 
     def __init__(self, stall: Stall = lambda *_: 0.0, *, prefill: bool = False) -> None:
         self.stall, self.prefill = stall, prefill
@@ -99,15 +98,9 @@ def context(count: int = PROMPTS) -> TimingContext:
 
 
 def run(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    journal: Journal,
-    *,
-    rows: int = 1,
-    count: int = PROMPTS,
-    methods: tuple[Method, ...] = (DRAFT,),
-    others: tuple[str, ...] = (),
-) -> TimingResult:
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, journal: Journal, *, rows: int = 1,
+    count: int = PROMPTS, methods: tuple[Method, ...] = (DRAFT,), others: tuple[str, ...] = (),
+) -> TimingResult:  # fmt: skip
     """Every prompt by the methods on this machine."""
     use(machine, monkeypatch)
     arms = {name: machine.answer(name) for name in others}

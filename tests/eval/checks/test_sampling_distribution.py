@@ -51,12 +51,9 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown_by(
-    model: Any,
-    make: Callable[[Target], Draft | None],
-    rule: str = "exact",
-    tokens: int = TOKENS,
+    model: Any, make: Callable[[Target], Draft | None], rule: str = "exact", tokens: int = TOKENS,
     sampling: SamplingParams = SAMPLING,
-) -> dict[str, LawTest]:
+) -> dict[str, LawTest]:  # fmt: skip
     """{order: test} of a tiny target with that draft."""
     target = tiny_target(model)
     items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(tiny_prompts(4, 6, 9))]

@@ -48,12 +48,10 @@ def world(family: str) -> tuple[Target, Draft, list[TaskPrompt]]:
 def counts(records: list[DecodeRecord], k: int) -> dict[str, object]:
     found = Acceptance.of(records, k)
     return {
-        "emitted": int(found.emitted.sum()),
-        "rounds": int(found.rounds.sum()),
-        "drafted": int(found.drafted.sum()),
-        "reached": list(found.reached_at.sum(0)),
+        "emitted": int(found.emitted.sum()), "rounds": int(found.rounds.sum()),
+        "drafted": int(found.drafted.sum()), "reached": list(found.reached_at.sum(0)),
         "accepted": list(found.accepted_at.sum(0)),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,12 +20,9 @@ K = 4
 
 
 def sample(
-    rounds: list[tuple[int, int]],
-    output_tokens: int | None = None,
-    seconds: float = 1.0,
-    name: str = "a",
-    task: str = "code",
-) -> DecodeRecord:
+    rounds: list[tuple[int, int]], output_tokens: int | None = None, seconds: float = 1.0,
+    name: str = "a", task: str = "code",
+) -> DecodeRecord:  # fmt: skip
     """A sample whose output is untrimmed (first token + accepted + one a round) unless given."""
     untrimmed = 1 + sum(accepted + 1 for _, accepted in rounds)
     return DecodeRecord(
@@ -88,10 +85,8 @@ def test_golden_speed() -> None:
 
 
 def test_golden_latency() -> None:
-    """Catches a token that waits a whole round, tokens behind EOS that make it look short, and sd for variance.
-
-    Rounds of 10, 20, 10, 20 ms. Prompt a puts out 4 and then 1 (of 2, cut at EOS) tokens, b 1 and then 3.
-    """
+    """Catches a token that waits a whole round, tokens behind EOS that make it look short, and sd for variance. Rounds
+    of 10, 20, 10, 20 ms. Prompt a puts out 4 and then 1 (of 2, cut at EOS) tokens, b 1 and then 3."""
     latency = LatencyMs.measure(GOLDEN)
     assert (latency.p50, latency.mean) == pytest.approx((15, 15))
     assert latency.variance == pytest.approx(25)
@@ -210,11 +205,8 @@ def test_intervals_hold_the_estimate(samples: list[DecodeRecord]) -> None:
 
 
 def test_interval_is_as_wide_as_theory() -> None:
-    """Catches resampling rounds, or one interval end: 400 prompts of 5 equal rounds, p = 1/2.
-
-    The prompts are the unit, so the half-width is 1.96 · 0.5 / √400 = 0.049; taking the 2000
-    rounds as independent gives 0.022.
-    """
+    """Catches resampling rounds, or one interval end: 400 prompts of 5 equal rounds, p = 1/2. The prompts are the
+    unit, so the half-width is 1.96 · 0.5 / √400 = 0.049; taking the 2000 rounds as independent gives 0.022."""
     numerators = np.tile([0, 5], 200)
     interval = ratio_interval(numerators, np.full(400, 5), SEED)
     assert interval is not None

@@ -17,8 +17,7 @@ def simulated(
     """Counts [n, 1 + K] of an engine on prompts that are so `easy` [n]: α by prompt.
 
     Each text that is drawn is easier or harder than its prompt, so its rounds are alike. `less` is taken from α
-    everywhere, `first` at the first position.
-    """
+    everywhere, `first` at the first position."""
     counts = np.zeros((len(easy), 1 + K))
     for _ in range(DRAWS):
         alpha = np.clip(easy + dice.normal(0, 0.2, len(easy)) - less, 0.02, 0.98)
@@ -40,9 +39,7 @@ def naive(a: Array, b: Array) -> float:
 
 def test_by_hand() -> None:
     """Bug: a rank, a scale or a sum over swapped labels that is off; two prompts have four ways to be swapped.
-
-    Accepted of 10 rounds each: 8 and 6 by a, 2 and 4 by b, so α differs by .4, and by -.2, .2, -.4 when swapped.
-    """
+    Accepted of 10 rounds each: 8 and 6 by a, 2 and 4 by b, so α differs by .4, and by -.2, .2, -.4 when swapped."""
     a, b = np.array([[10, 8], [10, 6]]), np.array([[10, 2], [10, 4]])
     found = run_permutation_test(a, b, level=0.5)
     alpha, tau = found.parts
@@ -55,10 +52,8 @@ def test_by_hand() -> None:
 
 
 def test_equal_engines_give_uniform_p() -> None:
-    """Bug: a chi-square over rounds, which finds equal engines different since rounds of a text are alike.
-
-    The naive test stands beside ours on the same counts and must be seen to fail, else these counts test nothing.
-    """
+    """Bug: a chi-square over rounds, which finds equal engines different since rounds of a text are alike. The naive
+    test stands beside ours on the same counts and must be seen to fail, else these counts test nothing."""
     dice = np.random.default_rng(1)
     ps, naive_ps = [], []
     for trial in range(400):

@@ -30,10 +30,8 @@ def test_worked_examples() -> None:
 
 
 def test_gpus_are_plausible() -> None:
-    """Catches a figure off by a thousand, or one "with sparsity": none has a ridge above 450 tokens in bf16.
-
-    And fp32 with tensor cores (TF32 has half of bf16) for fp32 without.
-    """
+    """Catches a figure off by a thousand, or one "with sparsity": none has a ridge above 450 tokens in bf16. And fp32
+    with tensor cores (TF32 has half of bf16) for fp32 without."""
     for name, gpu in GPU_SPECS.items():
         assert gpu.flops("float32") == gpu.fp32
         assert gpu.flops("bfloat16") == gpu.flops("float16") == gpu.bf16

@@ -39,10 +39,7 @@ def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[s
         "acceptance_rate": 0.448,
         "acceptance_rate_ci": [0.421, 0.475],
         "counts": {
-            "rounds": 400,
-            "drafted": 1200,
-            "accepted": 538,
-            "emitted": 938,
+            "rounds": 400, "drafted": 1200, "accepted": 538, "emitted": 938,
             "rounds_by_position": [400, 284, 177],
         },
         "draft_sha256": "ab" * 32,
@@ -59,7 +56,7 @@ def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[s
         "predicted_speedup": None,
         "phase_ms": {"draft": 1.111, "verify": 8.222, "overhead": 0.333},
         "lossless": verdict(40),
-    }
+    }  # fmt: skip
     return fields | changes
 
 
@@ -67,30 +64,21 @@ def verdict(identical: int, ties: int = 0) -> dict[str, Any]:
     """The `lossless` field for 40 prompts; what is neither identical nor a tie failed."""
     tied = [{"task": "code", "id": str(i), "position": 3} for i in range(ties)]
     return {
-        "greedy_identical": identical + ties == 40,
-        "prompts": 40,
-        "identical": identical,
+        "greedy_identical": identical + ties == 40, "prompts": 40, "identical": identical,
         "ties": tied,
-    }
+    }  # fmt: skip
 
 
 def plain(task: str) -> dict[str, Any]:
     """Plain decoding: everything that belongs to a draft is null."""
     absent = (
-        "draft",
-        "draft_sha256",
-        "alpha",
-        "alpha_ci",
-        "acceptance_rate",
-        "acceptance_rate_ci",
+        "draft", "draft_sha256", "alpha", "alpha_ci", "acceptance_rate", "acceptance_rate_ci",
         "phase_ms",
-    )
+    )  # fmt: skip
     own = {
-        "k": 0,
-        "tau": 1.0,
-        "tau_ci": [1.0, 1.0],
+        "k": 0, "tau": 1.0, "tau_ci": [1.0, 1.0],
         "lossless": {"greedy_identical": None, "prompts": 40},
-    }
+    }  # fmt: skip
     positions = {"alpha_by_position": [], "alpha_by_position_ci": []}
     return entry("plain", task, 1.0, **dict.fromkeys(absent), **own, **positions)
 
@@ -113,17 +101,11 @@ def report() -> dict[str, Any]:
         "methods": methods,
         "comparisons": [
             {
-                "a": "eagle3",
-                "b": "ngram",
-                "task": "all",
-                "temperature": 0.0,
-                "metric": "alpha",
-                "difference": 0.123,
-                "ci": [0.1, 0.15],
-                "prompts": 40,
+                "a": "eagle3", "b": "ngram", "task": "all", "temperature": 0.0, "metric": "alpha",
+                "difference": 0.123, "ci": [0.1, 0.15], "prompts": 40,
             }
         ],
-    }
+    }  # fmt: skip
 
 
 def parsed(report: dict[str, Any]) -> EvalReport:
@@ -184,10 +166,7 @@ def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
     hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
     report["methods"] += hot
     titles = [section.title for section in parsed(report).sections]
-    assert titles[:2] == [
-        "all tasks, temperature 0, batch 1",
-        "all tasks, temperature 1, batch 1",
-    ]
+    assert titles[:2] == ["all tasks, temperature 0, batch 1", "all tasks, temperature 1, batch 1"]
     assert all(len(section.entries) == 3 for section in parsed(report).sections)
 
 
@@ -396,13 +375,9 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     broken = next(m for m in report["methods"] if (m["name"], m["task"]) == ("ngram", "all"))
     broken["failed"] = [{"task": "code", "id": "p7", "error": "too long by 3 <tokens>"}]
     test = {
-        "method": "eagle3",
-        "order": "p",
-        "tokens": 20000,
-        "distance": 0.02,
-        "p_value": 1e-6,
+        "method": "eagle3", "order": "p", "tokens": 20000, "distance": 0.02, "p_value": 1e-6,
         "impossible": 0.0,
-    }
+    }  # fmt: skip
     report["law"] = {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "level": 1e-4, "passed": False, "tests": [test],
         "methods": [{"name": "eagle3", "lossy": False, "passed": False, "control_caught": True}],
@@ -453,12 +428,9 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_assisted_generation_is_explained(
-    report: dict[str, Any],
-    gain: float,
-    interval: list[float],
-    draft_ms: float | None,
+    report: dict[str, Any], gain: float, interval: list[float], draft_ms: float | None,
     expected: list[str],
-) -> None:
+) -> None:  # fmt: skip
     """Catches a verdict that the interval does not bear out, and a reason from another method, K or temperature."""
     for m in report["methods"]:
         m["phase_ms"] = (

@@ -33,11 +33,9 @@ def test_results_come_back_as_they_were_written(path: Path) -> None:
     """Catches a field that is lost when an older file is read, or changed when it is written again."""
     old = json.loads(path.read_text())
     marks = {
-        "baseline": EvalReport,
-        "chosen": TunedReport,
-        "schedules": ForecastReport,
+        "baseline": EvalReport, "chosen": TunedReport, "schedules": ForecastReport,
         "before": DataCurve,
-    }
+    }  # fmt: skip
     kinds = [kind for key, kind in marks.items() if key in old]
     for kind in kinds:
         read = from_json(kind, old)

@@ -257,12 +257,9 @@ def response(x: RequestCounts, tokens: int) -> dict[str, Any]:
     [(lambda lengths: lengths, "both read the files alike"), (lambda lengths: [9, 9], "another chat template")],
 )  # fmt: skip
 def test_the_command_with_a_log(
-    change: Callable[[list[int]], list[int]],
-    says: str,
-    bundled: tuple[list[RequestCounts], list[int]],
-    tmp_path: Path,
-    capsys: Capture,
-) -> None:
+    change: Callable[[list[int]], list[int]], says: str,
+    bundled: tuple[list[RequestCounts], list[int]], tmp_path: Path, capsys: Capture,
+) -> None:  # fmt: skip
     """Catches a log that is compared although its prompts are others, and one whose counts are misread."""
     lines = [response(x, n) for x, n in zip(bundled[0], change(bundled[1]), strict=True)]
     log = tmp_path / "log.jsonl"

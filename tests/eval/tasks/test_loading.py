@@ -50,11 +50,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "mt-bench": {"question_id": 1, "category": "stem", "turns": ["One?"]},
     "humaneval": HUMANEVAL,
     "mbpp": {
-        "task_id": 11,
-        "text": "Write a function that doubles.",
-        "code": "def d(n): return n + n",
-        "test_setup_code": "",
-        "test_list": ["assert d(2) == 4", "assert d(0) == 0"],
+        "task_id": 11, "text": "Write a function that doubles.", "code": "def d(n): return n + n",
+        "test_setup_code": "", "test_list": ["assert d(2) == 4", "assert d(0) == 0"],
     },
     "gsm8k": {"question": "2 and 3?", "answer": "It is <<2+3=5>>5.\n#### 1,005"},
     "xsum": {"id": "7", "document": "A long story.", "summary": "A story."},
@@ -63,7 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
     "speed-bench": {"question_id": "q7", "category": "rag", "turns": ["Look it up."]},
     "speculator-benchmarks": {"question_id": 161, "category": "translation", "prompt": "Haus"},
-}
+}  # fmt: skip
 NEED_PATH = {"spec-bench", "speed-bench", "speculator-benchmarks"}
 """Recipes of files that users give: there is no copy here, and none is fetched."""
 # name: (text of the prompt, id or None for a hash, domain, metric, end of the reference)

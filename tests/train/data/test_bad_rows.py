@@ -56,10 +56,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_rows_are_named_counted_and_skipped(target: Path, tmp_path: Path) -> None:
-    """Bug: the first row that a template refuses, or a half line, ends the run; or rows vanish uncounted.
-
-    Before, each of these lines ended sampling and origin text with an error.
-    """
+    """Bug: the first row that a template refuses, or a half line, ends the run; or rows vanish uncounted. Before, each
+    of these lines ended sampling and origin text with an error."""
     good = list(GOOD)
     path = write_rows(tmp_path / "rows.jsonl", [*good[:7], *(line for line, _ in BAD), *good[7:]])
     total = len(GOOD) + len(BAD)
@@ -160,8 +158,7 @@ def test_nan_of_one_prompt_fails_it_alone(
     texts = [f"zq{i} abc {'~~~ ' if i in bad else ''}{'word ' * (i % 5)}{i}" for i in range(30)]
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
     good = write_rows(
-        tmp_path / "good.jsonl",
-        [{"prompt": text} for i, text in enumerate(texts) if i not in bad],
+        tmp_path / "good.jsonl", [{"prompt": text} for i, text in enumerate(texts) if i not in bad]
     )
     more = ("--dtype", "float16", "--batch_size", batch, "--shard_rows", 4, "--device", "cpu")
     share = ("--max_bad_rows", 0.1)

@@ -5,13 +5,7 @@ from torch import Tensor
 from decode.common.damage import warn_once
 from decode.common.errors import UserError
 from tests.rows import sample_row
-from train.data.batching import (
-    Batch,
-    collate,
-    rank_slice,
-    supervised_token_count,
-    truncate_rows,
-)
+from train.data.batching import Batch, collate, rank_slice, supervised_token_count, truncate_rows
 from train.data.sample_store import SampleRow
 from train.losses.divergences import forward_kl
 
@@ -25,11 +19,9 @@ def positions(batch: Batch, i: int) -> list[int]:
 
 
 def test_golden_positions_of_a_two_turn_chat() -> None:
-    """Bug: loss mask not shifted with the labels (method pitfall 1).
-
-    Tokens 1 and 4, 5 of six were generated. So they are predicted at 0 (the prompt's last
-    position), 3 (the second turn's last) and 4; 5, the row's last, predicts nothing.
-    """
+    """Bug: loss mask not shifted with the labels (method pitfall 1). Tokens 1 and 4, 5 of six were generated. So they
+    are predicted at 0 (the prompt's last position), 3 (the second turn's last) and 4; 5, the row's last, predicts
+    nothing."""
     batch = collate([row([10, 11, 12, 13, 14, 15], [[1, 2], [4, 6]])], pad_id=0)
     assert batch.loss_mask.tolist() == [[True, False, False, True, True, False, False, False]]
     assert positions(batch, 0) == [0, 3, 4]

@@ -129,15 +129,9 @@ def read(path: Path, monkeypatch: pytest.MonkeyPatch, answered: bool = False) ->
 # ---- the prompt of a row: (row, the chat that it means, its tools) ----
 
 LIKE_A_LIST = [
-    '[{"role": "admin", "id": 3}]: as CSV',
-    '[{"role": "admin", "id": 3}]',
-    "[1, 2, 3]: sort them",
-    "[1, 2, 3]",
-    "[",
-    '[{"a": 1}]',
-    "[]",
-    '["a", "b"]',
-]
+    '[{"role": "admin", "id": 3}]: as CSV', '[{"role": "admin", "id": 3}]', "[1, 2, 3]: sort them",
+    "[1, 2, 3]", "[", '[{"a": 1}]', "[]", '["a", "b"]',
+]  # fmt: skip
 PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
     ({"prompt": "Hello to Ann.", "prompt_id": "a1", "messages": TALK}, ASKED, None),
     ({"prompt": "Something else.", "messages": TALK[:2]}, TALK[:1], None),
@@ -409,12 +403,8 @@ def test_a_limit_skips_the_same_rows_and_names_their_line(tmp_path: Path) -> Non
 # ---- columns that are named, values that are refused, ids ----
 
 BOTH = {
-    "prompt": "Named.",
-    "messages": TALK,
-    "other": "Third.",
-    "output": "Answer.",
-    "good": "Better.",
-}
+    "prompt": "Named.", "messages": TALK, "other": "Third.", "output": "Answer.", "good": "Better.",
+}  # fmt: skip
 NAMED: list[tuple[dict[str, str], bool, tuple[Any, Any, Any]]] = [
     ({}, False, (None, None, ASKED)),
     ({}, True, (None, None, TALK)),
@@ -431,13 +421,9 @@ NAMED: list[tuple[dict[str, str], bool, tuple[Any, Any, Any]]] = [
 @pytest.mark.parametrize(("settings", "answered", "wanted"), NAMED)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_named_columns_win(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    settings: dict[str, str],
-    answered: bool,
-    wanted: tuple[Any, Any, Any],
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, str],
+    answered: bool, wanted: tuple[Any, Any, Any],
+) -> None:  # fmt: skip
     """Bug: a column that the user names is overruled, or ignored in a file."""
     path = write(tmp_path / f"rows.{kind}", [BOTH])
     if kind == "parquet":

@@ -61,9 +61,7 @@ def text_of(made: PreTrainedTokenizerFast, script: Conversation) -> tuple[str, l
 @pytest.mark.parametrize("template", [CHATML, TRIMMING])
 def test_the_supervised_text_is_the_replies_and_their_ends(template: str) -> None:
     """Bug: spans by searching for the reply find its first occurrence, or cover role names or the newline behind EOS.
-
-    The reply "a" occurs in the question, in the system text and in the other reply.
-    """
+    The reply "a" occurs in the question, in the system text and in the other reply."""
     made = tokenizer(template)
     whole, learned = text_of(
         made,

@@ -14,26 +14,14 @@ from decode.common.errors import UserError
 from decode.common.typed_json import to_json
 from tests import worlds
 from tests.rows import sample_row
-from train.data.manifest import (
-    Manifest,
-    load_set,
-    read_manifest,
-    set_damaged_aside,
-    write_manifest,
-)
+from train.data.manifest import Manifest, load_set, read_manifest, set_damaged_aside, write_manifest
 from train.data.sample_store import row_ends, write_shard
 
 MANIFEST = Manifest(
-    target="tiny",
-    revision="main",
-    tokenizer_hash="aa",
-    chat_template_hash=None,
-    sampling={"temperature": 1.0},
-    seed=7,
-    counts={"asked": 7, "answered": 6, "failed": 1},
-    git_sha=None,
-    versions={"torch": "2"},
-)
+    target="tiny", revision="main", tokenizer_hash="aa", chat_template_hash=None,
+    sampling={"temperature": 1.0}, seed=7, counts={"asked": 7, "answered": 6, "failed": 1},
+    git_sha=None, versions={"torch": "2"},
+)  # fmt: skip
 IDS = {f"{shard}{i}" for shard in "abc" for i in (0, 1)}
 row = functools.partial(sample_row, [5, 6, 7, 8], [[1, 2], [3, 4]])
 

@@ -162,11 +162,9 @@ def sampled_by(folder: Path, then: Any, now: Any, rows: list[SampleRow]) -> Targ
     """Saves a set of a model in `then` with its tokenizer, and returns a target with that of `now`."""
     write_shard(folder / "set", rows, "00000")
     made = dataclasses.replace(
-        MANIFEST,
-        target=str(folder / "then"),
-        revision=None,
+        MANIFEST, target=str(folder / "then"), revision=None,
         tokenizer_hash=tokenizer_fingerprint(then),
-    )
+    )  # fmt: skip
     write_manifest(folder / "set", made)
     return dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
 

@@ -131,10 +131,8 @@ def test_limit_mixes_the_domains() -> None:
     """Bug: the first n of `all` are of one domain (chance of a false alarm < 1e-8)."""
     prompts = read_prompts([PromptSource("bundled", "all", limit=60)], seed=0)
     assert {prompt.source for prompt in prompts} == {
-        "bundled/code",
-        "bundled/prose",
-        "bundled/arithmetic",
-    }
+        "bundled/code", "bundled/prose", "bundled/arithmetic",
+    }  # fmt: skip
 
 
 def test_white_space_at_the_end_of_a_prompt_is_kept(tmp_path: Path) -> None:

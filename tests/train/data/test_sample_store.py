@@ -190,10 +190,8 @@ print(len(rows), seen, peak() - before)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
-    """Bug: the tokens of a set are all held in memory, so that a set larger than memory cannot be trained on.
-
-    40 MB and 200 MB of tokens: what the larger set may take more is its index and its order, not its tokens.
-    """
+    """Bug: the tokens of a set are all held in memory, so that a set larger than memory cannot be trained on. 40 MB
+    and 200 MB of tokens: what the larger set may take more is its index and its order, not its tokens."""
     grown = {}
     for count in (20_000, 100_000):
         folder = tmp_path / str(count)

@@ -103,12 +103,9 @@ def test_counts_only_what_is_learned() -> None:
     """Catches prompts and later turns in the counts, tokens of overlapping spans counted twice, and a first token,
     which nothing predicts: the sum is the number of supervised positions."""
     rows = [
-        row([1, 2, 3, 3, 4, 6], [[2, 5]]),
-        row([5, 6, 6, 7], [[1, 3], [2, 4]]),
-        row([0, 2], [[0, 2]]),
-        row([7, 7], []),
-        row([], []),
-    ]
+        row([1, 2, 3, 3, 4, 6], [[2, 5]]), row([5, 6, 6, 7], [[1, 3], [2, 4]]),
+        row([0, 2], [[0, 2]]), row([7, 7], []), row([], []),
+    ]  # fmt: skip
     counts = count_tokens(rows, 8)
     assert counts.dtype == torch.int64
     assert counts.tolist() == [0, 0, 1, 2, 1, 0, 2, 1]

@@ -60,11 +60,9 @@ def test_planted_defects_of_prompts(tmp_path: Path) -> None:
     result = examine(tmp_path / "target", "", "--sources", sources)
     found = result["found"]
     assert set(graves(result)) == {
-        "prompt is refused",
-        "repeated prompts",
-        "evaluation prompt in the data",
+        "prompt is refused", "repeated prompts", "evaluation prompt in the data",
         "prompt longer than the context",
-    }
+    }  # fmt: skip
     assert (found["repeated prompts"]["rows"], found["repeated prompts"]["of"]) == (1, 20)
     assert found["prompt is refused"]["severity"] == "stops"
     assert found["evaluation prompt in the data"]["rows"] == 1
@@ -145,10 +143,8 @@ def test_a_set_of_the_real_command(tmp_path: Path) -> None:
     assert labels == sum(end - start for row in rows for start, end in row["loss_spans"])
     boundary = {"mask begins at the wrong token", "reply without generation prompt", "BOS twice"}
     boundary |= {
-        "EOS is not supervised",
-        "prompt is rendered otherwise",
-        "chat cannot be read back",
-    }
+        "EOS is not supervised", "prompt is rendered otherwise", "chat cannot be read back",
+    }  # fmt: skip
     assert boundary.isdisjoint(result["found"])
 
 

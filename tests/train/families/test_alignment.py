@@ -36,13 +36,10 @@ def supervised(loss_mask: Tensor, j: int, documents: Tensor | None = None) -> Te
 
 def row(length: int, spans: list[list[int]]) -> SampleRow:
     return {
-        "id": "x",
-        "source": "test",
-        "origin": "target",
-        "input_ids": list(range(FIRST, FIRST + length)),
-        "loss_spans": spans,
+        "id": "x", "source": "test", "origin": "target",
+        "input_ids": list(range(FIRST, FIRST + length)), "loss_spans": spans,
         "finish_reason": "eos",
-    }
+    }  # fmt: skip
 
 
 EXAMPLE = row(6, [[2, 6]])
@@ -158,11 +155,9 @@ def test_two_turn_chat() -> None:
 
 
 def test_packed_documents_do_not_touch() -> None:
-    """Catches labels, teachers or positions that go over from one document of a packed row into the next.
-
-    The second document has no prompt: its first token is to learn, so the mask is True at the place before it,
-    the first document's last.
-    """
+    """Catches labels, teachers or positions that go over from one document of a packed row into the next. The second
+    document has no prompt: its first token is to learn, so the mask is True at the place before it, the first
+    document's last."""
     ids = torch.arange(FIRST, FIRST + 6)[None]
     mask = torch.tensor([[True, True, True, True, True, False]])  # tokens 1 .. 5 to learn
     documents = torch.tensor([[7, 7, 7, 3, 3, 3]])
@@ -236,10 +231,8 @@ def by_label(m: Tensor, j: int) -> Tensor:
 def test_the_masks_of_others_are_not_ours(
     convention: Callable[[Tensor, int], Tensor], expected: list[list[int]]
 ) -> None:
-    """Catches SpecForge #885 (the first draft of every answer is never trained, #1) and its relatives.
-
-    The golden table tells each from ours at every step, and each of them handed to us as a loss mask as well.
-    """
+    """Catches SpecForge #885 (the first draft of every answer is never trained, #1) and its relatives. The golden
+    table tells each from ours at every step, and each of them handed to us as a loss mask as well."""
     m = written([2, 3, 4, 5], 8)
     ours = [[1, 2, 3], [1, 2], [1]]
     steps = align(EXAMPLE, multiple=8)

@@ -86,10 +86,8 @@ def test_the_vocabulary_becomes_the_targets(
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "phi", "gemma2"])
 def test_padded_rows_never_win(arch: str) -> None:
-    """Catches zero rows, which win wherever all other logits are negative, and a bias that has none.
-
-    A draft of which every logit is below zero is the case in which zero wins.
-    """
+    """Catches zero rows, which win wherever all other logits are negative, and a bias that has none. A draft of which
+    every logit is below zero is the case in which zero wins."""
     model = tiny_model(arch, vocab_size=40)
     head = model.get_output_embeddings()
     if head.bias is not None:

@@ -93,10 +93,8 @@ def test_nothing_to_learn_is_zero_for_every_parameter() -> None:
 def test_the_logits_of_all_positions_never_exist(
     chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an [N, V] of both models, which at Qwen's vocabulary is what a GPU runs out of memory with.
-
-    In one chunk the count is high, so it sees what it should.
-    """
+    """Catches an [N, V] of both models, which at Qwen's vocabulary is what a GPU runs out of memory with. In one chunk
+    the count is high, so it sees what it should."""
     size, positions, rows = 151_936, 64, 4
     model = tiny_model("llama", vocab_size=size, num_hidden_layers=1, hidden_size=8, head_dim=2)
     if chunked:

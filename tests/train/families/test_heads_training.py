@@ -92,12 +92,9 @@ SAMPLES = [
 
 
 def trainee_of(
-    family: str,
-    own: Target,
-    seed: int | None = 0,
-    weights: LossWeights | None = None,
+    family: str, own: Target, seed: int | None = 0, weights: LossWeights | None = None,
     loss: str = "forward_kl",
-) -> TrainableDraft:
+) -> TrainableDraft:  # fmt: skip
     """Heads as train/distill.py makes them; all parameters at random with a `seed`, else as training starts."""
     settings = DistillConfig(draft=DRAFTS[family], weights=weights or LossWeights(), loss=loss)  # type: ignore[arg-type]
     trainee = settings.draft.build(FamilyContext(settings, own, SAMPLES))
@@ -170,8 +167,7 @@ def world_of(family: str, length: int = 12) -> World:
 
 def decoder_laws(world: World, steps: int) -> Tensor:
     """[T - 1, steps, V]: from each slot t the laws that the draft gives when it has read x_0 .. x_{t+1} and drafts
-    x_{t+2}, x_{t+3}, …, as the engine would ask it: all slots are rows of one batch.
-    """
+    x_{t+2}, x_{t+3}, …, as the engine would ask it: all slots are rows of one batch."""
     draft: Draft = world.trainee.to_draft()
     assert draft.aux_layers is not None
     tapped = [world.states[i] for i in draft.aux_layers.layers]
@@ -279,9 +275,8 @@ def dpace_error(family: str) -> float:
 
 @pytest.mark.parametrize("family", DRAFTS)
 def test_dpace_weighs_the_steps_of_a_slot(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches products over the steps of a target row, which are of different slots; confidence in another token
-    than the one that followed, or in a number of the draft's own; and pieces that are put together wrong.
-    """
+    """Catches products over the steps of a target row, which are of different slots; confidence in another token than
+    the one that followed, or in a number of the draft's own; and pieces that are put together wrong."""
     monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 5)
     assert dpace_error(family) < 1e-4
 
@@ -291,13 +286,9 @@ def test_dpace_over_rows_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -
     """The test above is blind if weights of the steps of a row pass it."""
 
     def over_rows(
-        weights: LossWeights,
-        rows: head_loss.SupervisedRows,
-        step_logits: Any,
-        slots: Tensor,
-        ids: Any,
-        size: int,
-    ) -> Tensor:
+        weights: LossWeights, rows: head_loss.SupervisedRows, step_logits: Any, slots: Tensor,
+        ids: Any, size: int,
+    ) -> Tensor:  # fmt: skip
         sure = [head_loss.label_probability(q, rows.label, ids) for q in step_logits(slots)]
         return divergences.dpace(torch.stack(sure, 1), rows.valid)
 
@@ -312,9 +303,8 @@ EXACT, CLEAR = 2e-5, 5e-3
 @pytest.mark.parametrize("family", DRAFTS)
 def test_training_sees_what_decoding_does(family: str) -> None:
     """Catches any difference between step j in training and the j-th token in decoding (methods 2, 3, 4, 6, 15): a
-    position, token, feature or key one off, slots that decoding never starts from, the first one that is missing
-    (1), and metrics of other places than the loss.
-    """
+    position, token, feature or key one off, slots that decoding never starts from, the first one that is missing (1),
+    and metrics of other places than the loss."""
     assert error_of(family, [*LONG, *SHORT]) < EXACT
 
 
@@ -325,13 +315,9 @@ class Square:
     """
 
     def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        numbers: Tensor | None = None,
+        self, keys: Tensor, values: Tensor, slots: Tensor, numbers: Tensor | None = None,
         own: str = "diagonal",
-    ):
+    ):  # fmt: skip
         at = torch.arange(keys.shape[2])
         self.seen = at <= slots[..., None]
         if numbers is not None:
@@ -391,10 +377,7 @@ def late_features(trainee: TrainableDraft) -> None:
 BUGS: dict[str, tuple[list[str], tuple[Any, str, Any] | None]] = {
     "position not shifted": (EAGLES3, (Alignment, "step", still)),
     "token not shifted": (EAGLES3, (Alignment, "step", stale)),
-    "keys of other slots": (
-        EAGLES3,
-        (eagle, "TestTimeAttention", partial(Square, own="causal")),
-    ),
+    "keys of other slots": (EAGLES3, (eagle, "TestTimeAttention", partial(Square, own="causal"))),
     "first key twice": (EAGLES3, (eagle, "TestTimeAttention", partial(Square, own="twice"))),
     "feature one off": (["eagle1", *EAGLES3], None),
     "row one off": (FEW, (head_loss.SupervisedRows, "values_at_slots", one_early)),
@@ -403,8 +386,7 @@ BUGS: dict[str, tuple[list[str], tuple[Any, str, Any] | None]] = {
 
 
 @pytest.mark.parametrize(
-    ("bug", "family"),
-    [(bug, family) for bug, (families, _) in BUGS.items() for family in families],
+    ("bug", "family"), [(bug, family) for bug, (families, _) in BUGS.items() for family in families]
 )
 def test_planted_bugs_are_seen(bug: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if one of these goes unseen."""
@@ -454,8 +436,7 @@ def test_attention_is_a_square_with_a_mask(
     kv_heads: int, documents: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches key heads given to the wrong query heads, keys of a step that are seen by other slots or weighed apart
-    from the rest, lost gradients, and blocks that are not the whole; values and gradients, slots in any order.
-    """
+    from the rest, lost gradients, and blocks that are not the whole; values and gradients, slots in any order."""
     monkeypatch.setattr(ttt_attention, "BLOCK", block)
     rows, length, count, size = 2, 9, 7, 8
     slots = torch.stack([torch.randperm(length)[:count] for _ in range(rows)])
@@ -558,8 +539,7 @@ def test_the_prompts_length_does_not_weigh_on_the_answer(family: str) -> None:
 @pytest.mark.parametrize("family", FEW)
 def test_the_first_slot_is_the_prompts_last_token(family: str) -> None:
     """Catches a mask that is not shifted with its ids (methods 1): without context the loss hangs on the states that
-    slots start from, the tokens they read and the laws they learn, so on x_{s-1} .. x_{e-2} and no other.
-    """
+    slots start from, the tokens they read and the laws they learn, so on x_{s-1} .. x_{e-2} and no other."""
     _, trainee = without_context(family)
     (ids,) = tiny_prompts(14)
     start, end = 5, 11
@@ -581,9 +561,8 @@ def test_the_first_slot_is_the_prompts_last_token(family: str) -> None:
 def test_nothing_to_learn_is_zero_for_every_parameter(
     family: str, answer: int, own: Target
 ) -> None:
-    """Catches NaN, or a process that waits for gradients which another's batch does not give (methods 8): an answer
-    of one token is never drafted.
-    """
+    """Catches NaN, or a process that waits for gradients which another's batch does not give (methods 8): an answer of
+    one token is never drafted."""
     trainee = trainee_of(family, own)
     sums, grads = learned(trainee, collate(row(tiny_prompts(9)[0], (5, 5 + answer))))
     assert set(sums.values()) == {0.0}
@@ -622,16 +601,9 @@ def test_means_divide_by_their_own_count() -> None:
     window |= {"alpha_2": 3.0, "top1_2": 1.0, "count_2": 4.0}
     window |= {"alpha_3": 0.0, "top1_3": 0.0, "count_3": 0.0}  # answers that are too short
     assert window_means(window) == {
-        "loss": 3.0,
-        "feature": 0.5,
-        "overlap": 0.4,
-        "alpha_1": 0.5,
-        "top1_1": 0.25,
-        "alpha_2": 0.75,
-        "top1_2": 0.25,
-        "alpha_3": 0.0,
-        "top1_3": 0.0,
-    }
+        "loss": 3.0, "feature": 0.5, "overlap": 0.4, "alpha_1": 0.5, "top1_1": 0.25,
+        "alpha_2": 0.75, "top1_2": 0.25, "alpha_3": 0.0, "top1_3": 0.0,
+    }  # fmt: skip
 
 
 # ---- what moves ----
@@ -909,9 +881,7 @@ def test_it_goes_on_from_saved_heads(
     family: str, distill: Run, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Catches heads that start anew, and a vocabulary map that is counted again for weights that have another (13).
-
-    What is not given is that of the saved draft.
-    """
+    What is not given is that of the saved draft."""
     init = ["--draft.init", made(family), "--loop.lr", 1e-30]
     default = {"eagle3": ["--draft.taps", "[]"], "medusa": ["--draft.heads", 4]}
     distill(family, *init, *default.get(family, [])).ok()  # as good as not given
@@ -986,14 +956,9 @@ def test_saved_drafts_of_other_kinds_are_no_heads_to_go_on_from(
     ],
 )
 def test_settings_that_contradict_the_saved_heads_are_refused(
-    family: str,
-    name: str,
-    other: object,
-    has: str,
-    distill: Run,
-    made: Callable[[str], Path],
+    family: str, name: str, other: object, has: str, distill: Run, made: Callable[[str], Path],
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Catches a run whose settings say one thing and whose draft is another."""
     error = distill(family, "--draft.init", made(family), f"--draft.{name}", other).error()
     assert f"draft.{name} is {other}" in error

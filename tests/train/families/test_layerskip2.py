@@ -48,11 +48,8 @@ STEP = 6
 def trainee_of(own: Target, rows: Any = SAMPLES, **settings: Any) -> Any:
     """A trainee whose adapters have moved already; loss forward KL."""
     chosen = {
-        "exit_layer": 2,
-        "target_lora_rank": 2,
-        "exit_period": 3,
-        "layer_dropout": 0.8,
-    } | settings
+        "exit_layer": 2, "target_lora_rank": 2, "exit_period": 3, "layer_dropout": 0.8,
+    } | settings  # fmt: skip
     config = DistillConfig(draft=LayerSkip2Settings(**chosen), loss="forward_kl")
     torch.manual_seed(0)
     trainee = config.draft.build(FamilyContext(config, own, rows))

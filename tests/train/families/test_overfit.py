@@ -64,8 +64,7 @@ def fitted(family: str) -> DecodeRecord:
     """The conversation's answer, decoded with a draft that was trained on nothing else.
 
     EAGLE-1 goes on from its own features, so it has to learn them and all that they say; the best token is enough for
-    the others.
-    """
+    the others."""
     own, sample = conversation()
     steps, rate, loss = (250, 5e-3, "forward_kl") if family == "eagle1" else (150, 1e-2, "hard_ce")
     settings = DistillConfig(draft=DRAFTS[family], weights=LossWeights(divergence=1.0), loss=loss)  # type: ignore[arg-type]
@@ -101,8 +100,7 @@ def test_the_conversation_is_varied() -> None:
 )
 def test_a_fitted_draft_is_accepted_whole(family: str) -> None:
     """Catches any disagreement between training and decoding on states, tokens, positions, labels, K/V or the
-    vocabulary map (methods 2, 4, 12): tau must be K + 1.
-    """
+    vocabulary map (methods 2, 4, 12): tau must be K + 1."""
     *rounds, _ = fitted(family).rounds
     assert rounds == [(K, K)] * 5
 

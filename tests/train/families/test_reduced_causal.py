@@ -114,11 +114,9 @@ def test_in_chunks_it_is_the_same(tied: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 SOURCES: dict[str, dict[str, Any]] = {
-    "init": {},
-    "lora": {"lora_rank": 2},
-    "layers": {"layers": [1]},
+    "init": {}, "lora": {"lora_rank": 2}, "layers": {"layers": [1]},
     "random": {"init_config": {"num_hidden_layers": 1}},
-}
+}  # fmt: skip
 
 
 def trained(target: Target, draft: FamilySettings) -> TrainableDraft:

@@ -256,11 +256,9 @@ def measured(tmp_path: Path, *changes: dict[str, Any], plain: bool = True) -> Ca
     own = []
     for number, change in enumerate(changes):
         figures = {
-            "tau": 2.0 + number / 8,
-            "alpha": 0.5 + number / 64,
-            "speedup": 1.25 + number / 16,
+            "tau": 2.0 + number / 8, "alpha": 0.5 + number / 64, "speedup": 1.25 + number / 16,
             "speedup_ci": [1.0 + number / 16, 1.5 + number / 16],
-        }
+        }  # fmt: skip
         fields = {"name": "eagle3", "task": "all", **figures, **change}
         own.append(drafts.entry(sha, **fields))
     others = [drafts.entry(None, "plain", speedup=1.0, alpha=None)] if plain else []
@@ -381,10 +379,8 @@ def test_sentences_follow_the_entries(tmp_path: Path) -> None:
     )
     assert "temperature 1, batch 1, top-p 1, n = 37, AMD EPYC, eager, float32, lossy)" in text
     assert indexed(text)["code, temperature 1, batch 1, top-p 1"].keys() == {
-        "τ, eagle3, K 7, lossy",
-        "α, eagle3, K 7, lossy",
-        "speed-up, eagle3, K 7, lossy",
-    }
+        "τ, eagle3, K 7, lossy", "α, eagle3, K 7, lossy", "speed-up, eagle3, K 7, lossy",
+    }  # fmt: skip
     both = measured(tmp_path / "two", {"k": 2}, {"k": 6})
     (figure,) = (i for i in card_images(both.own, 2) if i.name.startswith("speedup"))
     assert all(f"eagle3, K {k}" in figure.svg for k in (2, 6))

@@ -125,11 +125,9 @@ def test_local_paths_are_gone(tmp_path: Path) -> None:
 def test_a_target_that_was_trained_along_is_published(tmp_path: Path) -> None:
     """Catches Medusa-2 heads without the target that they fit, and commands that serve the original."""
     folder = drafts.draft(
-        tmp_path / "d",
-        "medusa",
-        target={"name": str(tmp_path / "d" / "target"), "revision": None},
+        tmp_path / "d", "medusa", target={"name": str(tmp_path / "d" / "target"), "revision": None},
         original_target={"name": "org/target", "revision": None},
-    )
+    )  # fmt: skip
     with pytest.raises(UserError, match="cites target/, "):
         made(tmp_path, folder)
     shutil.copytree(
@@ -335,15 +333,9 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
 
 
 CITED = (
-    "report.json",
-    "tuned.json",
-    "referee.json",
-    "forecast.json",
-    "images/speedup-t0-b1.svg",
-    "serving/vllm.sh",
-    "serving/trtllm.yml",
-    "serving/triton/draftsmith_eagle3/1/model.json",
-)
+    "report.json", "tuned.json", "referee.json", "forecast.json", "images/speedup-t0-b1.svg",
+    "serving/vllm.sh", "serving/trtllm.yml", "serving/triton/draftsmith_eagle3/1/model.json",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("lost", [None, *CITED])
@@ -362,11 +354,9 @@ def test_every_file_that_the_card_cites_is_there(
     monkeypatch.setattr(publish, "_write", lossy_write)
 
     found = {
-        "report": drafts.report(sha),
-        "referee": drafts.referee(sha),
-        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}),
-        "forecast": drafts.forecast(sha),
-    }
+        "report": drafts.report(sha), "referee": drafts.referee(sha),
+        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}), "forecast": drafts.forecast(sha),
+    }  # fmt: skip
     if lost is None:
         assert set(CITED) <= files_of(made(tmp_path, folder, **found))
         return
@@ -446,11 +436,9 @@ def finished(folder: Path, world: World, family: str) -> Path:
     if not (folder / METADATA_FILE).is_file():
         (folder / METADATA_FILE).write_text("{}")
     return rewrite_facts(
-        folder,
-        family=family,
-        target={"name": str(world.target), "revision": None},
+        folder, family=family, target={"name": str(world.target), "revision": None},
         training={"check": {"k": 4}, "out": str(folder)},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -502,10 +490,8 @@ def folder_of(tmp_path: Path, family: str = "eagle3", name: str = "d") -> upload
 
 @pytest.mark.slow
 def test_published_drafts_are_loaded_back(api: Hub, world: World, tmp_path: Path) -> None:
-    """Catches files that are missing or changed in what was sent: heads decode losslessly by their hub name.
-
-    A causal draft is also loaded by transformers, where it assists and changes nothing.
-    """
+    """Catches files that are missing or changed in what was sent: heads decode losslessly by their hub name. A causal
+    draft is also loaded by transformers, where it assists and changes nothing."""
     target = load_target(str(world.target), "cpu")
     prompt = [20, 30, 40]
     plain = decode(target, None, [prompt], k=1, max_new_tokens=12)[0].output_ids
@@ -603,10 +589,8 @@ def test_a_bad_token_is_told(api: Hub, tmp_path: Path, monkeypatch: pytest.Monke
 def test_training_ends_with_publishing(
     api: Hub, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a draft that is published before it is saved, a card that claims a report, hours lost to a bad name.
-
-    Run again, the command is not refused: publishing is not part of what makes a run another one.
-    """
+    """Catches a draft that is published before it is saved, a card that claims a report, hours lost to a bad name. Run
+    again, the command is not refused: publishing is not part of what makes a run another one."""
     target = load_target(str(world.target), "cpu")
     data = sampled(tmp_path / "s", rows=8)
     manifest = json.loads((data / "manifest.json").read_text()) | {

@@ -122,17 +122,12 @@ def test_every_text_says_what_it_holds() -> None:
 def test_private_values_do_not_pass() -> None:
     """Catches paths, homes, hosts and pages of W&B in the fields of names and folders."""
     private = {
-        "/home/alice/models/llama": "llama",
-        "~/alice/llama": "llama",
-        "../../home/alice/llama": "llama",
-        "C:\\Users\\alice\\llama": "llama",
-        "s3://company/alice/llama": "llama",
-        "node7.company.org:/data/alice/llama": "llama",
-        "https://wandb.ai/alice/project/runs/ab12": "ab12",
-        "org/name": "org/name",
-        "outputs/drafts/x": "outputs/drafts/x",
-        str(Path.cwd() / "outputs" / "x"): "outputs/x",
-    }
+        "/home/alice/models/llama": "llama", "~/alice/llama": "llama",
+        "../../home/alice/llama": "llama", "C:\\Users\\alice\\llama": "llama",
+        "s3://company/alice/llama": "llama", "node7.company.org:/data/alice/llama": "llama",
+        "https://wandb.ai/alice/project/runs/ab12": "ab12", "org/name": "org/name",
+        "outputs/drafts/x": "outputs/drafts/x", str(Path.cwd() / "outputs" / "x"): "outputs/x",
+    }  # fmt: skip
     for value, shown in private.items():
         facts = {"target": {"name": value}, "argv": [value], "wandb_url": value, "host": value}
         assert published(facts, DraftMetadata, "x") == {"target": {"name": shown}}
@@ -156,10 +151,8 @@ def test_commits_and_checksums_are_shortened_unless_they_are_the_drafts_own() ->
     facts = {"git": f"{long[:40]}+dirty", "draft_sha256": long, "tokenizer_hash": long[:16]}
     chosen = published(facts, DraftMetadata, "x", {long})
     assert chosen == {
-        "git": "0123456789ab+dirty",
-        "draft_sha256": long,
-        "tokenizer_hash": long[:16],
-    }
+        "git": "0123456789ab+dirty", "draft_sha256": long, "tokenizer_hash": long[:16],
+    }  # fmt: skip
     target = {"target": {"name": "org/t", "revision": long[:40]}}
     assert published(target, DraftMetadata, "x")["target"]["revision"] == long[:12]
 
@@ -268,13 +261,9 @@ def test_a_leak_is_told_by_its_input_and_field(tmp_path: Path) -> None:
     report["methods"][2]["task"] = MARKED["GitHub"]
     with pytest.raises(UserError, match=r"^report.json: methods\[2\].task holds .* a GitHub token"):
         publish.build_draft_folder(
-            folder,
-            drafts.evidence(report=report),
-            "me/x",
-            HubLabels(),
-            tmp_path / "out",
+            folder, drafts.evidence(report=report), "me/x", HubLabels(), tmp_path / "out",
             DistillConfig,
-        )
+        )  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
 
 

@@ -138,14 +138,11 @@ def method(task: str = "all", **changes: Any) -> MethodResult:
 def test_k_is_the_fastest_measured() -> None:
     """Catches a K taken from a tree, a lossy rule, one task, another temperature, or the recipe."""
     own = [
-        method(k=2, speedup=1.2),
-        method(k=4, speedup=1.5),
-        method(k=8, speedup=1.1),
+        method(k=2, speedup=1.2), method(k=4, speedup=1.5), method(k=8, speedup=1.1),
         method(k=7, speedup=9.0, tree={"width": 4, "nodes": 12}),
-        method(k=6, speedup=9.0, lossy=True),
-        method("code", k=5, speedup=9.0),
+        method(k=6, speedup=9.0, lossy=True), method("code", k=5, speedup=9.0),
         method(k=3, speedup=9.0, temperature=1.0),
-    ]
+    ]  # fmt: skip
     k, why = choose_k(own, [], recipe(9), {})
     assert k == 4
     assert "the fastest of [2, 4, 8] measured" in why

@@ -56,10 +56,8 @@ def test_golden_values() -> None:
 
 
 def test_golden_values_on_a_reduced_vocabulary() -> None:
-    """Bug: acceptance with a renormalised teacher (pitfall 11), or a KL with one that is not.
-
-    By hand for p = (1/2, 1/4, 1/4), q = (3/4, 1/4) on tokens 2 and 1: renormalised p is (1/2, 1/2).
-    """
+    """Bug: acceptance with a renormalised teacher (pitfall 11), or a KL with one that is not. By hand for p = (1/2,
+    1/4, 1/4), q = (3/4, 1/4) on tokens 2 and 1: renormalised p is (1/2, 1/2)."""
     p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.75, 0.25]]).log()
     golden = {
         forward_kl: 0.1438410,
@@ -264,11 +262,9 @@ def test_smooth_l1() -> None:
 
 
 def test_dpace_is_the_gradient_of_the_accepted_length() -> None:
-    """Bug: a sum from the wrong end, or a product that leaves out its own position.
-
-    At a = 0: E enumerated over all outcomes of independent acceptances, w = dE / d log confidence,
-    and the gradient of sum w CE is that of -E. At a > 0 the same holds in log s, s = (1 - a) c + a.
-    """
+    """Bug: a sum from the wrong end, or a product that leaves out its own position. At a = 0: E enumerated over all
+    outcomes of independent acceptances, w = dE / d log confidence, and the gradient of sum w CE is that of -E. At a >
+    0 the same holds in log s, s = (1 - a) c + a."""
 
     def length(s: Tensor) -> Tensor:
         total = torch.zeros(())

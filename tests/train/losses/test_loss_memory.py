@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.params import slow_except
 from train.losses.chunked_sums import max_chunk_rows, sums_in_chunks
-from train.losses.divergences import (
-    LOSSES,
-    acceptance,
-    forward_kl,
-    log_probs,
-    top1,
-)
+from train.losses.divergences import LOSSES, acceptance, forward_kl, log_probs, top1
 from train.losses.objective import Criterion
 from train.settings.training import DivergenceConfig
 

@@ -63,11 +63,8 @@ def test_temperature_is_that_of_both_laws(name: str) -> None:
 
 
 def test_few_by_hand() -> None:
-    """Catches the tail counted once for each of its tokens, left out, or renormalised away.
-
-    p = (1/2, 1/4, 1/8, 1/8) and q = (1/4, 1/4, 3/8, 1/8): of the best token and the rest these are (1/2, 1/2) and
-    (1/4, 3/4).
-    """
+    """Catches the tail counted once for each of its tokens, left out, or renormalised away. p = (1/2, 1/4, 1/8, 1/8)
+    and q = (1/4, 1/4, 3/8, 1/8): of the best token and the rest these are (1/2, 1/2) and (1/4, 3/4)."""
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     q = torch.tensor([[0.25, 0.25, 0.375, 0.125]]).log()
     golden = {"forward_kl": 0.1438410, "reverse_kl": 0.1308120, "tv": 0.25, "lk_alpha": 0.2876821}
@@ -110,9 +107,7 @@ def test_few_have_a_finite_gradient(name: str, floor: float) -> None:
 @pytest.mark.parametrize("name", ["forward_kl", "tv", "lk_lambda", "jsd"])
 def test_a_stored_law_teaches_few_as_well_as_the_live_one(name: str) -> None:
     """Catches the tail of a stored law taken for known: spread evenly it is another law where the target's is flat.
-
-    Compared over the tokens that are kept, value and gradient are those of the live target (but for fp16).
-    """
+    Compared over the tokens that are kept, value and gradient are those of the live target (but for fp16)."""
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(32, 400, generator=generator)  # flat: half of the mass is behind the best 64
     q = p + torch.randn(32, 400, generator=generator)
@@ -199,10 +194,7 @@ def test_the_command_line_reaches_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "named"),
-    [
-        (["--divergence.mix", "{ce: 0.5}"], "no divergence 'ce'"),
-        (["--loss", "kl"], "forward_kl"),
-    ],
+    [(["--divergence.mix", "{ce: 0.5}"], "no divergence 'ce'"), (["--loss", "kl"], "forward_kl")],
 )
 def test_bad_settings_are_named(argv: list[str], named: str) -> None:
     """Catches a traceback, or a loss that is NaN from the first step on."""

@@ -242,20 +242,15 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=len(special) + 256 + 60,
-        special_tokens=special,
-        initial_alphabet=alphabet,
+        vocab_size=len(special) + 256 + 60, special_tokens=special, initial_alphabet=alphabet,
         show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator([text for talks in CHATS for _, text in talks], trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=talk.special[0],
-        bos_token=talk.bos,
-        additional_special_tokens=list(talk.special[1:]),
-        chat_template=talk.template,
+        tokenizer_object=tokenizer, eos_token=talk.special[0], bos_token=talk.bos,
+        additional_special_tokens=list(talk.special[1:]), chat_template=talk.template,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     if kind == "qwen3":  # ordinary tokens there, not special ones: they are shown
         fast.add_tokens([AddedToken(word, special=False, normalized=False) for word in THINK])
     return fast
@@ -392,10 +387,8 @@ def distill(file: str, *more: object) -> worlds.Done:
 @pytest.mark.parametrize("file", FILES)
 def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Path) -> None:
     """Catches settings, taps, RoPE, windows, ties, padded vocabularies or multimodal configs that break on the way.
-
-    The dry run comes first and must leave nothing; then the run itself, its draft loaded anew, and greedy text with
-    it equal to transformers' own.
-    """
+    The dry run comes first and must leave nothing; then the run itself, its draft loaded anew, and greedy text with it
+    equal to transformers' own."""
     s = recipe(file)
     name, _, less = world_of(home, file)
     out = tmp_path / "out"
@@ -529,13 +522,10 @@ def forecast(file: str, tokens: int, learned: int) -> str:
     """The sentence that a recipe's comment has to hold."""
     s = recipe(file)
     load = StepWorkload(
-        samples=s.loop.batch_size,
-        tokens=tokens,
-        supervised_tokens=learned,
-        max_tokens=s.loop.max_length,
-        max_supervised_tokens=s.loop.max_length,
+        samples=s.loop.batch_size, tokens=tokens, supervised_tokens=learned,
+        max_tokens=s.loop.max_length, max_supervised_tokens=s.loop.max_length,
         micro_batch=min(s.loop.micro_batch, s.loop.batch_size),
-    )
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape_run, "load_config", lambda name, what: config_of(name))
         run = ShapeRun(s, config_of(s.target))
@@ -595,11 +585,8 @@ def test_recipes_do_not_share_folders() -> None:
     assert all(len(names) == 1 for names in targets.values())
     for file in FILES:
         assert set(yaml.safe_load((RECIPES / file).read_text())) >= {
-            "target",
-            "data",
-            "out",
-            "loop",
-        }
+            "target", "data", "out", "loop",
+        }  # fmt: skip
 
 
 # ---- what others published ----
@@ -715,13 +702,8 @@ def family_row(name: str) -> str:
     losses = [s.loss, *(f"{weight:g} {other}" for other, weight in s.divergence.mix.items())]
     own = ", ".join(f"{key} {values[key]}" for key in OWN if key in values)
     cells = (
-        name,
-        f"{loop.lr:g}",
-        warmup,
-        f"{loop.min_lr:g}",
-        f"{loop.clip:g}",
-        f"{loop.max_length:,}",
-    )
+        name, f"{loop.lr:g}", warmup, f"{loop.min_lr:g}", f"{loop.clip:g}", f"{loop.max_length:,}",
+    )  # fmt: skip
     cells += (" + ".join(losses), f"{s.weights.decay:g}", own, s.draft.training_defaults().source)
     return f"| {' | '.join(cells)} |"
 

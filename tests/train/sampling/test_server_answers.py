@@ -130,8 +130,7 @@ def test_malformed_answers_are_refused(reader: TargetTokenizer, data: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"token_ids": [300, 301]}, {"token_ids": [10**6]}, {"prompt_token_ids": [20, 21]}],
+    "more", [{"token_ids": [300, 301]}, {"token_ids": [10**6]}, {"prompt_token_ids": [20, 21]}]
 )
 def test_another_model_s_answers_are_refused(reader: TargetTokenizer, more: dict) -> None:
     """Bug: the server has another tokenizer or adds a BOS, and its ids are learned as the target's."""

@@ -272,11 +272,8 @@ def test_chats_are_answered_turn_by_turn_as_by_the_local_engine(
     server: StandIn,
     tmp_path: Path,
 ) -> None:
-    """Bug: a later turn does not see the target's own replies, or what is between turns differs.
-
-    The server knows the greedy replies of the local engine and nothing else: a prompt that the local engine did not
-    read is an error.
-    """
+    """Bug: a later turn does not see the target's own replies, or what is between turns differs. The server knows the
+    greedy replies of the local engine and nothing else: a prompt that the local engine did not read is an error."""
     settings = [
         "--target", chat_world.target, "--sources", sources(chat_world.prompts), "--turns", "all",
         "--max_new_tokens", 24, "--sampling.temperature", 0,

@@ -56,15 +56,12 @@ def rows_of(*lengths: int, vocab: int = VOCAB) -> list[SampleRow]:
     """Samples of these lengths; the target wrote what follows the first third, a token in it left out."""
     return [
         SampleRow(
-            id=f"s{i}",
-            source="test",
-            origin="target",
-            input_ids=ids,
+            id=f"s{i}", source="test", origin="target", input_ids=ids,
             loss_spans=[[len(ids) // 3, len(ids) // 2], [len(ids) // 2 + 1, len(ids)]],
             finish_reason="length",
         )
         for i, ids in enumerate(tiny_prompts(*lengths, vocab=vocab))
-    ]
+    ]  # fmt: skip
 
 
 ROWS = rows_of(*(5 + 7 * i % 40 for i in range(40)))
@@ -85,12 +82,9 @@ def folder_of(path: Path, top: int = 64, max_length: int = 512) -> FeatureFolder
 
 
 def stored(
-    path: Path,
-    target: Target,
-    taps: HiddenStateSpec | None = TAPS,
-    top: int = 64,
+    path: Path, target: Target, taps: HiddenStateSpec | None = TAPS, top: int = 64,
     rows: Sequence[SampleRow] = ROWS,
-) -> CachedTeacher:
+) -> CachedTeacher:  # fmt: skip
     """Filled features."""
     made = CachedTeacher(target, taps, rows, folder_of(path, top))
     made.fill_store(Console(quiet=True))
@@ -123,9 +117,7 @@ def test_states_are_those_of_the_live_target(
     tmp_path: Path, arch: str, taps: HiddenStateSpec
 ) -> None:
     """Bug: rows of another sample, position or tap; a scale that is shared by taps; overflow to NaN at the largest.
-
-    Batches mix shards and are padded to other lengths than in the pass.
-    """
+    Batches mix shards and are padded to other lengths than in the pass."""
     target = tiny_target(tiny_model(arch))
     cached, live = stored(tmp_path, target, taps), LiveTeacher(target, taps)
     assert len(cached.cache.shard_members) >= 10
@@ -227,9 +219,7 @@ def test_without_a_top_laws_come_from_final_states(tmp_path: Path, target: Targe
 
 def test_a_law_sums_to_one_and_has_no_impossible_token() -> None:
     """Bug: probabilities rounded to fp16 sum to more than 1, so that what is left is negative, or 0 and its log -inf.
-
-    The likeliest token has 0.9997, which fp16 holds as 0.99951: a rest that is not stored would be twice what it is.
-    """
+    The likeliest token has 0.9997, which fp16 holds as 0.99951: a rest that is not stored would be twice what it is."""
     logits = torch.zeros(3, 1000)
     logits[0, 5], logits[1, 7], logits[2, :30] = 100.0, 15.0, 3.0
     found = feature_codec.pack_distribution(logits, 20)
@@ -264,10 +254,8 @@ def trainee_of(family: str, target: Target, where: FeatureFolder | None) -> Trai
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_losses_are_those_of_the_live_target(tmp_path: Path, model: Any, family: str) -> None:
-    """Bug: a trainer takes features for the teacher, or the other way round, or a stored law of a wrong row.
-
-    With live features and all tokens kept the loss is equal; with stored features nearly so.
-    """
+    """Bug: a trainer takes features for the teacher, or the other way round, or a stored law of a wrong row. With live
+    features and all tokens kept the loss is equal; with stored features nearly so."""
     live = trainee_of(family, tiny_target(model), None)
     cached = trainee_of(family, tiny_target(model), folder_of(tmp_path, VOCAB))
     cached.model.load_state_dict(live.model.state_dict())
@@ -344,8 +332,7 @@ def hold(folder: Path, held: Any) -> None:
 @pytest.mark.slow
 def test_two_commands_do_not_fill_one_folder(tmp_path: Path, target: Target) -> None:
     """Bug: two commands make the same shards at once, each in half the time it should take; or what a killed one
-    leaves behind locks the folder for ever.
-    """
+    leaves behind locks the folder for ever."""
     folder, forks = tmp_path / "f", multiprocessing.get_context("fork")
     held = forks.Event()
     other = forks.Process(target=hold, args=(folder, held), daemon=True)
@@ -372,11 +359,9 @@ def test_two_processes_make_the_files_of_one(
     write, wrote = FeatureStore.write, []
 
     def noted(
-        self: FeatureStore,
-        kind: feature_codec.FeatureSchema,
-        shard: int,
+        self: FeatureStore, kind: feature_codec.FeatureSchema, shard: int,
         tensors: dict[str, Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         wrote.append((threading.current_thread().name, kind.name, shard))
         write(self, kind, shard, tensors)
 
@@ -519,10 +504,8 @@ def test_a_damaged_manifest_says_what_to_delete(tmp_path: Path, target: Target) 
 
 
 def test_reading_a_sample_does_not_read_its_shard(tmp_path: Path) -> None:
-    """Bug: a shard is loaded to read a row of it, and a set larger than memory ends the run.
-
-    The shard has 128 MB; a sample of it 128 kB.
-    """
+    """Bug: a shard is loaded to read a row of it, and a set larger than memory ends the run. The shard has 128 MB; a
+    sample of it 128 kB."""
     rows = rows_of(*[64] * 1024)
     kind = feature_codec.hidden_state_schema(TAPS, 683)
     with pytest.MonkeyPatch.context() as patch:
@@ -629,10 +612,8 @@ def losses_of(out: Path) -> list[float]:
 def test_drafts_share_a_folder_and_the_target_rests(
     place: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the target still runs in every step; a family makes again what another made; the weights are others.
-
-    The families come one after the other, each with the folder as the one before it left it.
-    """
+    """Bug: the target still runs in every step; a family makes again what another made; the weights are others. The
+    families come one after the other, each with the folder as the one before it left it."""
     store = place / "store"
     before = contents(store) if store.exists() else {}
     done = distill(place, f"{family}-made", family, "--features", store).ok()

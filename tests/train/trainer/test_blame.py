@@ -71,14 +71,9 @@ EAGLE = ["--draft.family", "eagle1"]
     ],
 )
 def test_nan_of_the_teacher_is_its_own_at_any_step(
-    target: Path,
-    data: Path,
-    tmp_path: Path,
-    family: list[str],
-    more: list[object],
-    seed: int,
+    target: Path, data: Path, tmp_path: Path, family: list[str], more: list[object], seed: int,
     first: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Bug: from step 2 on the learning rate was blamed, and the last good checkpoint deleted."""
     name, number = bad_row(data)
     more = [tmp_path / "f" if word == "F" else word for word in more]

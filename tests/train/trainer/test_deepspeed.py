@@ -31,13 +31,9 @@ __all__ = ["data", "world"]
 
 
 def under_zero2(
-    world: World,
-    data: Path,
-    out: Path,
-    *more: object,
-    processes: int = 2,
+    world: World, data: Path, out: Path, *more: object, processes: int = 2,
     env: dict[str, str] | None = None,
-) -> Done:
+) -> Done:  # fmt: skip
     command = worlds.ROOT / COMMAND
     return worlds.run(
         "tests/zero2.py", worlds.ROOT / "tests/in_chunks.py", command, *arguments(world, data, out), *RUN, *more,

@@ -52,29 +52,15 @@ FAMILIES: dict[str, list[object]] = {
     "peagle": ["--draft.init", "", "--draft.family", "peagle", "--draft.block", 3]
     + ["--draft.taps", "[0, 1, 2]", "--draft.vocab", 100],
     "dflash": [
-        "--draft.init",
-        "",
-        "--draft.family",
-        "dflash",
-        "--draft.block",
-        3,
-        "--draft.depth",
-        2,
+        "--draft.init", "", "--draft.family", "dflash", "--draft.block", 3, "--draft.depth", 2,
     ]
     + ["--draft.taps", "[1, 2]", "--draft.vocab", 100],
     "dspark": [
-        "--draft.init",
-        "",
-        "--draft.family",
-        "dspark",
-        "--draft.block",
-        3,
-        "--draft.depth",
-        2,
+        "--draft.init", "", "--draft.family", "dspark", "--draft.block", 3, "--draft.depth", 2,
     ]
     + ["--draft.taps", "[1, 2]", "--draft.vocab", 100, "--draft.markov_rank", 4],
     "mtp": ["--draft.init", "", "--draft.family", "mtp", "--draft.steps", 2],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

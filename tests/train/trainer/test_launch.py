@@ -347,11 +347,9 @@ def test_sharding_that_accelerate_does_not_start_is_refused(
 
 
 def test_sampling_says_which_precision_it_computes_in(
-    world: World,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     sources = json.dumps([{"kind": "file", "path": str(world.prompts), "limit": 2}])
     for precision, lines in {"bf16": 1, "fp16": 1, "no": 0}.items():
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)

@@ -422,8 +422,7 @@ def test_speed_and_memory_are_logged(train: Train, tmp_path: Path) -> None:
 
 def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a share of one GPU that eight have earned, steps that count again at the next line, and fp32 that is
-    measured against bf16.
-    """
+    measured against bf16."""
     monkeypatch.setattr(
         throughput, "gpu_peaks", lambda device: GpuSpec(1.0, 1.0, bf16=2e6, fp32=1e6)
     )
@@ -484,11 +483,9 @@ def test_every_gpu_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> 
     """Catches an L40S that counts as an L4, an A100 as an A10, and a card of which nothing is known."""
     names = {"NVIDIA L40S": 362e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12}
     names |= {
-        "NVIDIA A10G": 70e12,
-        "NVIDIA H200 NVL": 835e12,
-        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A10G": 70e12, "NVIDIA H200 NVL": 835e12, "NVIDIA H100 PCIe": 756e12,
         "NVIDIA H100 80GB HBM3": 989e12,
-    }
+    }  # fmt: skip
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         found = throughput.gpu_peaks(torch.device("cuda"))
@@ -517,15 +514,9 @@ def test_a_published_draft_is_trained_on(world: World, data: Path, tmp_path: Pat
         repo.commit(repo.files | files)
         env = hub.environment(server, tmp_path / "home")
         more = [
-            "--draft.init",
-            "me/draft",
-            "--loop.lr",
-            1e-30,
-            "--loop.steps",
-            2,
-            "--loop.eval_every",
+            "--draft.init", "me/draft", "--loop.lr", 1e-30, "--loop.steps", 2, "--loop.eval_every",
             0,
-        ]
+        ]  # fmt: skip
         worlds.run(COMMAND, *arguments(world, data, out), *more, env=env).ok()
         assert server.sent("GET", WEIGHTS)
     before, after = load_file(world.draft / WEIGHTS), load_file(out / WEIGHTS)

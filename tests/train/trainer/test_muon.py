@@ -24,10 +24,7 @@ def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's rounds to it
     ours = [torch.nn.Parameter(x) for x in matrices(0)]
     theirs = copy.deepcopy(ours)
-    optimizers = (
-        Muon(ours, 0.1, 0.2),
-        torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2),
-    )
+    optimizers = (Muon(ours, 0.1, 0.2), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2))
     for step in range(3):
         for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
             for p, grad in zip(parameters, matrices(step + 1), strict=True):

@@ -193,11 +193,9 @@ def test_two_processes_write_the_same(
 
 
 def test_the_draft_of_that_step_wrote_the_rows(world: World, data: Path, tmp_path: Path) -> None:
-    """Bug: the target writes them, or the draft as it was at the start.
-
-    Greedy, so that transformers' own generate must give the same. Warm-up outlasts the runs: the shorter one ends with
-    the weights that the longer one has after as many steps.
-    """
+    """Bug: the target writes them, or the draft as it was at the start. Greedy, so that transformers' own generate
+    must give the same. Warm-up outlasts the runs: the shorter one ends with the weights that the longer one has after
+    as many steps."""
     greedy = ["--on_policy.sampling.temperature", 0, "--on_policy.share", 1]
     assert distill(world, data, tmp_path / "short", *greedy, "--loop.steps", EVERY).code == 0
     assert distill(world, data, tmp_path / "long", *greedy, "--loop.steps", 2 * EVERY).code == 0
@@ -290,8 +288,7 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     world: World, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: the draft writes nothing in the rehearsal, so that what takes most of a run's time and memory is found out
-    in the run; or it writes into the run's folder; or the estimate does not know of it.
-    """
+    in the run; or it writes into the run's folder; or the estimate does not know of it."""
     wrote, held = [], []
     real = OnPolicyBuffer._generate_rows
 

@@ -68,10 +68,8 @@ for resumed in (None, 1):
 
 @pytest.mark.slow
 def test_offline_is_quiet_stays_inside_out_and_resumes_the_run(tmp_path: Path) -> None:
-    """Bug: W&B asks for an account, writes to the home folder, or a resumed run is a new run.
-
-    Nor may a key get into its files, from the settings or from the command line.
-    """
+    """Bug: W&B asks for an account, writes to the home folder, or a resumed run is a new run. Nor may a key get into
+    its files, from the settings or from the command line."""
     out, home = tmp_path / "out", tmp_path / "home"
     done = run_script(OFFLINE, out, home)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
