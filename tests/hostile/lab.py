@@ -32,7 +32,8 @@ from tests.worlds import Done
 
 FIRST_ARGUMENT = {
     "train/doctor.py": "data", "eval/report.py": "folder", "eval/advise.py": "report",
-    "eval/transfer.py": "draft", "eval/fidelity.py": "target", "eval/rescore.py": "log other", "scripts/export.py": "draft",
+    "eval/transfer.py": "draft", "eval/fidelity.py": "target", "eval/rescore.py": "log other",
+    "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft", "scripts/referee.py": "draft",
     "scripts/llamacpp_parity.py": "draft", "scripts/audit.py": "draft",
 }  # fmt: skip
