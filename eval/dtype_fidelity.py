@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,18 +199,23 @@ def report_fidelity(s: FidelityConfig) -> None:
     check(s)
     console = Console(stderr=True)
     entries, texts, tokens = compare_dtypes(s, console)
-    table = Table(
-        f"against {s.reference}", "TV", "equal argmax", "KL", "median", "99 %", "perplexity", "change of its log",
-        "TV − the first's", f"first {FIRST}: TV", "KL",
-    )  # fmt: skip
-    for x in entries:
-        table.add_row(
-            x.dtype, format_estimate(x.tv, 4), format_estimate(x.same_top1, 4), format_estimate(x.kl, 5),
-            format_number(x.kl_quantiles["0.5"], 5), format_number(x.kl_quantiles["0.99"], 4),
-            f"{x.reference_perplexity:.4f} → {x.perplexity:.4f}", format_estimate(x.log_perplexity_change, 4),
-            format_estimate(x.tv_difference, 4), format_number(x.first_positions["tv"], 4),
-            format_number(x.first_positions["kl"], 4),
-        )  # fmt: skip
+    table = Table(f"against {s.reference}", *(x.dtype for x in entries))
+    rows: dict[str, Callable[[FidelityEntry], str]] = {
+        "TV [95 %]": lambda x: format_estimate(x.tv, 4),
+        "TV − the first's": lambda x: format_estimate(x.tv_difference, 4),
+        "equal argmax": lambda x: format_estimate(x.same_top1, 4),
+        "KL": lambda x: format_estimate(x.kl, 5),
+        **{
+            f"KL, {float(q):.1%} quantile": lambda x, q=q: format_number(x.kl_quantiles[q], 5)
+            for q in entries[0].kl_quantiles
+        },
+        "perplexity": lambda x: f"{x.perplexity:.4f} (reference {x.reference_perplexity:.4f})",
+        "change of its log": lambda x: format_estimate(x.log_perplexity_change, 4),
+        f"first {FIRST} positions: TV": lambda x: format_number(x.first_positions["tv"], 4),
+        f"first {FIRST} positions: KL": lambda x: format_number(x.first_positions["kl"], 4),
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *map(cell, entries))
     console.print(table)
     facts = {"target": s.target, "reference": s.reference, "texts": texts, "tokens": tokens}
     line = json.dumps(facts | {"dtypes": to_json(entries)} | to_json(provenance.collect()))
