@@ -14,9 +14,9 @@ DEVICES = ("tpu", "cuda:9", "cuda:-1", "cpu:x", "gpu", "''", "cuda:9999999999999
 NAMES = [
     *(("decode/generate.py", f"--device {device}", "device") for device in DEVICES),
     *((command, f"--device {device}", "device") for command in RUNS_A_MODEL for device in DEVICES[:2]),
-    *(("decode/generate.py", f"--dtype {dtype}", "float32") for dtype in ("int4", "''", "float8")),
-    *((command, "--dtype int4", "float32") for command in RUNS_A_MODEL),
-    ("train/distill.py", "--target_dtype int4", "float32"),
+    *(("decode/generate.py", f"--dtype {dtype}", "float32") for dtype in ("int3", "''", "float8")),
+    *((command, "--dtype int3", "float32") for command in RUNS_A_MODEL),
+    ("train/distill.py", "--target_dtype int3", "float32"),
     ("train/distill.py", "--mixed_precision int8", "mixed_precision"),
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, device: tpu}]'", "device"),
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, device: \"cuda:9\"}]'", "device"),
@@ -85,16 +85,16 @@ NAMES = [
     ("scripts/sweep.py", "--launch '[nonsense launch]'", "nonsense"),
     ("scripts/lab/compare_trainers.py", "--arms '[nonsense]'", "arms"),
     ("scripts/lab/compare_trainers.py", "--arms '[]'", "arms"),
-    ("scripts/lab/compare_trainers.py", "--dtype int4", "float32"),
+    ("scripts/lab/compare_trainers.py", "--dtype int3", "float32"),
     ("scripts/lab/data_curve.py", "--distill.loss nonsense", "loss"),
     ("scripts/lab/data_curve.py", "--distill.draft.family nonsense", "nonsense"),
     ("scripts/lab/data_curve.py", "--tasks '[{name: nonsense}]'", ("nonsense", "path")),
     ("scripts/lab/data_curve.py", "--tasks '[]'", "tasks"),
-    ("scripts/lab/floor.py", "--dtype int4", "float32"),
+    ("scripts/lab/floor.py", "--dtype int3", "float32"),
     ("scripts/lab/floor.py", "--mode nonsense", "nonsense"),
     ("scripts/lab/floor.py", "--device tpu", "device"),
     ("scripts/lab/gpu_smoke.py", "--device tpu", "device"),
-    ("scripts/lab/gpu_smoke.py", "--dtype int4", "float32"),
+    ("scripts/lab/gpu_smoke.py", "--dtype int3", "float32"),
 ]  # fmt: skip
 """(command, arguments, what the message names)."""
 
