@@ -242,7 +242,7 @@ def test_an_accelerator_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_device("cuda:2")
 
 
-@pytest.mark.parametrize("dtype", ["int4", "fp16", "", "Float32"])
+@pytest.mark.parametrize("dtype", ["int3", "fp16", "", "Float32"])
 def test_dtypes_that_models_are_not_loaded_in(dtype: str, sound: Path) -> None:
     """Catches a KeyError in place of a list of what there is."""
     message = f"dtype '{dtype}': choose among float32, bfloat16, float16"
