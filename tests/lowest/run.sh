@@ -11,8 +11,10 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$(cat tests/lowest/{run.sh,versi
   cat tests/lowest/{run.sh,versions.txt} pyproject.toml | cksum > "$venv/installed"
 fi
 export TOKENIZERS_PARALLELISM=false
-"$venv/bin/python" -m pytest -n auto --max-worker-restart 0 --dist loadfile \
-  tests/decode/engine tests/decode/model tests/decode/drafts tests/decode/verification tests/decode/checkpoints \
-  tests/train/families tests/train/test_distill_command.py "$@"
-# The generated C++ itself runs: minutes.
-exec "$venv/bin/python" -m pytest -m slow tests/decode/engine/test_compile.py -k real
+# Not verification, which is arithmetic on tensors. A file among the arguments: tests/durations.txt is for the fast suite.
+"$venv/bin/python" -m pytest -p tests.lowest.first_cases -n auto --max-worker-restart 0 --dist loadfile \
+  tests/decode/engine tests/decode/model tests/decode/drafts tests/decode/checkpoints tests/decode/test_generate.py \
+  tests/train/families "$@"
+# The generated C++ itself runs, and a whole training.
+exec "$venv/bin/python" -m pytest -m "" tests/decode/engine/test_compile.py tests/train/test_distill_command.py \
+  -k "real or falls or losslessly or prompts_are_learned"

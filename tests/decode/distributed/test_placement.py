@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from decode.distributed.placement import (
     PlacementConfig,
     check_placeable,
@@ -30,6 +31,8 @@ from tests import worlds
 from tests.tiny import tiny_model
 from tests.train.test_sample_command import rows_of
 from tests.worlds import Done, World
+from train.trainer.settings import DistillConfig
+from train.training import train_draft
 
 SLICED = ["--placement.kind", "tensor_parallel"]
 ON_DISK = PlacementConfig("device_map", {"cpu": 0.0001})
@@ -58,9 +61,9 @@ def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worlds.sampled(world, tmp_path_factory.mktemp("data"), *SAMPLE)
 
 
-def train_words(world: World, data: Path, out: Path) -> list[object]:
+def train_words(target: object, data: object, out: object) -> list[Any]:
     return [
-        "train/distill.py", "--target", world.target, "--data", data, "--out", out, *HEAD,
+        "train/distill.py", "--target", target, "--data", data, "--out", out, *HEAD,
         "--loop.steps", 3, "--loop.batch_size", 4, "--loop.eval_every", 3, "--check.k", 2,
         "--check.max_new_tokens", 8,
     ]  # fmt: skip
@@ -69,9 +72,6 @@ def train_words(world: World, data: Path, out: Path) -> list[object]:
 def trained(done: Done, out: Path) -> dict[str, Tensor]:
     assert done.code == 0, done.err
     return load_file(out / "model.safetensors")
-
-
-# ---- layers in memory and on disk ----
 
 
 def test_a_target_on_disk_decodes_the_same(world: World) -> None:
@@ -95,8 +95,8 @@ def test_a_target_on_disk_trains_the_same_head(world: World, data: Path, tmp_pat
     """Bug: the teacher reads states of another device, or a head starts from a weight that is not there. Layers in
     memory share products (decode/model/linear), which rounds otherwise."""
     one, spread = tmp_path / "one", tmp_path / "spread"
-    wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
-    found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)
+    wanted = trained(worlds.call(*train_words(world.target, data, one)), one)
+    found = trained(worlds.call(*train_words(world.target, data, spread), *DISK_WORDS), spread)
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         off = (found[name].double() - weight.double()).abs().max()
@@ -121,9 +121,6 @@ def test_a_target_on_disk_samples_the_same_rows(world: World, data: Path, tmp_pa
     assert rows_of(out) == rows_of(data)
     done = worlds.call("train/sample.py", *words, *DISK_WORDS, "--origin", "text")
     assert "leave its kind at single" in done.error()
-
-
-# ---- what cannot be ----
 
 
 @pytest.mark.parametrize(
@@ -185,15 +182,15 @@ def test_plans_keep_both_ends_whole() -> None:
         replicated_ends_plan(tiny_model("opt").config, "target", 2)
 
 
-# ---- slices over two processes ----
-
-
-def what_the_leader_computes(target: str, out: str) -> None:
-    """Runs in the first process of the test below: logits, texts, and what drafts of the target's layers say."""
+def what_the_leader_does(target: str, data: str, out: str) -> None:
+    """Runs in the first process of the test below: logits and texts, what drafts of the target's layers say, and a
+    training."""
     sliced = load_target(PlacementConfig("tensor_parallel"), target, "cpu")
     with pytest.raises(UserError, match="leave placement.kind at single"):
         sliced.runner.first_layers(1)
-    Path(out).write_text(json.dumps(logits_and_texts(sliced)))
+    Path(out, "found").write_text(json.dumps(logits_and_texts(sliced)))
+    _, *words = train_words(target, data, f"{out}/trained")
+    train_draft(parse_settings(DistillConfig, "", [str(word) for word in [*words, *SLICED]]))
 
 
 def logits_and_texts(target: Target) -> dict[str, list[Any]]:
@@ -207,29 +204,23 @@ def logits_and_texts(target: Target) -> dict[str, list[Any]]:
 
 
 @pytest.mark.slow
-def test_two_slices_compute_what_the_whole_does(world: World, tmp_path: Path) -> None:
-    """Bug: heads or biases of a slice are counted twice or not at all, or K/V of refilled rows differ."""
-    out = tmp_path / "found"
-    done = worlds.run("tests/decode/distributed/run_sliced.py", world.target, out, processes=2)
-    assert done.code == 0, done.err
-    found = json.loads(out.read_text())
-    wanted = logits_and_texts(loading.load_target(str(world.target), "cpu"))
-    assert found["texts"] == wanted["texts"]
-    logits = (torch.tensor(x["logits"]) for x in (found, wanted))
-    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_two_slices_train_the_weights_of_one_process(
+def test_two_slices_compute_and_train_what_the_whole_does(
     world: World, data: Path, tmp_path: Path
 ) -> None:
-    """Bug: each process trains on its own rows or counts the loss twice, or a head reads a slice of the LM head."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
-    done = worlds.run(*train_words(world, data, two), *SLICED, processes=2)  # type: ignore[arg-type]
-    found = trained(done, two)
-    assert json.loads((two / "draftsmith.json").read_text())["processes"] == 1  # that train
-    for name, value in wanted.items():
+    """Bug: heads or biases of a slice are counted twice or not at all, K/V of refilled rows differ, each process trains
+    on its own rows or counts the loss twice, or a head reads a slice of the LM head."""
+    words = "tests/decode/distributed/run_sliced.py", world.target, data, tmp_path
+    done = worlds.run(*words, processes=2)
+    found = trained(done, tmp_path / "trained")
+    computed = json.loads((tmp_path / "found").read_text())
+    wanted = logits_and_texts(loading.load_target(str(world.target), "cpu"))
+    assert computed["texts"] == wanted["texts"]
+    logits = (torch.tensor(x["logits"]) for x in (computed, wanted))
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+    facts = json.loads((tmp_path / "trained" / "draftsmith.json").read_text())
+    assert facts["processes"] == 1  # that train
+    one = tmp_path / "one"
+    for name, value in trained(worlds.call(*train_words(world.target, data, one)), one).items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
 
 
@@ -257,9 +248,6 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
         greedy = [x["lossless"] for x in report["methods"] if not x["temperature"]]
         assert {x["greedy_identical"] for x in greedy} == {True}
     assert outputs[0] == outputs[1]
-
-
-# ---- which device each layer is on ----
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams, warp
 from decode.verification.tree import DynamicTree
-from tests.decode.engine.test_engine import texts
+from tests.decode.engine.test_engine import assert_rows_are_alone, texts
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import (
     Branches,
@@ -40,7 +40,6 @@ CONFIGS = {
     "ahead": MirrorConfig(1, 0),
     "one": MirrorConfig(1, 1),
     "two": MirrorConfig(2, 2),
-    "four": MirrorConfig(1, 4),
     "waiting": MirrorConfig(2, 2, overlap=False),
 }
 
@@ -60,27 +59,20 @@ def test_greedy_text_is_the_targets(name: str) -> None:
     own = tiny_target(tiny_model("llama"))
     want = texts(decode(own, None, PROMPTS, max_new_tokens=LENGTH))
     draft = mirrored(own, CONFIGS[name])
-    for rows in (1, 2):
-        outputs = decode(own, draft, PROMPTS, rows=rows, k=K, max_new_tokens=LENGTH)
-        assert texts(outputs) == want
+    outputs = decode(own, draft, PROMPTS, rows=2, k=K, max_new_tokens=LENGTH)
+    assert texts(outputs) == want
     assert 0 < draft.counts.reused < draft.counts.rounds
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_rows_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> None:
     """Catches random numbers that a row uses up or not depending on whether other rows have a branch."""
-    own, seeds = tiny_target(tiny_model("llama", dtype=torch.float64)), [11, 12, 13]
-    settings: dict[str, Any] = {"k": K, "sampling": sampling, "max_new_tokens": LENGTH}
-    draft = mirrored(own, CONFIGS["two"])
-    together = decode(own, draft, PROMPTS, seeds=seeds, **settings)
-    for output, prompt, seed in zip(together, PROMPTS, seeds, strict=True):
-        [alone] = decode(own, draft, [prompt], seeds=[seed], **settings)
-        assert alone.output_ids == output.output_ids
-        assert alone.rounds == output.rounds
+    own = tiny_target(tiny_model("llama", dtype=torch.float64))
+    assert_rows_are_alone(own, mirrored(own, CONFIGS["two"]), PROMPTS, sampling=sampling)
 
 
 def test_threads_never_change_the_output() -> None:
-    """Catches draws and K/V writes in the order of the threads: thirty repetitions of sampled text."""
+    """Catches draws and K/V writes in the order of the threads: twelve repetitions of sampled text."""
     shape: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 8}  # few tokens: guesses hit
     own = tiny_target(tiny_model("llama", dtype=torch.float64, **shape))
     settings: dict[str, Any] = {"k": 2, "sampling": SAMPLED, "max_new_tokens": 8}
@@ -88,11 +80,10 @@ def test_threads_never_change_the_output() -> None:
     waiting = mirrored(own, MirrorConfig(1, 3, overlap=False))
     want = decode(own, waiting, prompts, **settings)
     draft = mirrored(own, MirrorConfig(1, 3))
-    for _ in range(30):
+    for _ in range(12):
         got = decode(own, draft, prompts, **settings)
-        assert texts(got) == texts(want)
-        assert [o.rounds for o in got] == [o.rounds for o in want]
-    assert draft.counts.reused == 30 * waiting.counts.reused > 0
+        assert [(o.output_ids, o.rounds) for o in got] == [(o.output_ids, o.rounds) for o in want]
+    assert draft.counts.reused == 12 * waiting.counts.reused > 0
 
 
 # ---- the draft's state ----
@@ -140,10 +131,6 @@ def any_bonus(branches: BranchSet, accepted: Tensor, bonus: Tensor) -> tuple[Ten
     return same.any(1), same.long().argmax(1)
 
 
-def not_moved(accepted: Tensor, nodes: Tensor, window: int) -> Tensor:
-    return torch.arange(window + 1 + nodes.shape[1]).expand(len(nodes), -1)
-
-
 PREFILL = MirrorDraft.prefill
 
 
@@ -152,7 +139,11 @@ PREFILL = MirrorDraft.prefill
     [
         (MirrorDraft, "prefill", stale_root),
         (mirror, "find_branch", any_bonus),
-        (mirror, "accepted_path", not_moved),
+        (
+            mirror,
+            "accepted_path",
+            lambda _, nodes, w: torch.arange(w + 1 + nodes.shape[1]).repeat(len(nodes), 1),
+        ),
     ],
 )
 def test_a_wrong_state_is_seen(
@@ -242,16 +233,16 @@ def law_distance(
 
 
 CASES = {
+    "accepted": (2, 1, 4, MirrorConfig(1, 1)),  # a branch behind an accepted token is used too
     "one": (3, 1, 3, MirrorConfig(1, 1)),
     "two": (3, 1, 3, MirrorConfig(1, 2)),
-    "accepted": (2, 1, 4, MirrorConfig(1, 1)),  # a branch behind an accepted token is used too
     "ahead": (2, 1, 4, MirrorConfig(1, 0)),
     "longer": (2, 2, 3, MirrorConfig(1, 1)),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), slow_except(rotated(CASES, ["exact", "block"]), ["one", "accepted"])
+    ("name", "rule"), slow_except(rotated(CASES, ["exact", "block"])[1:], ["one", "accepted"])
 )
 def test_sampled_text_has_the_targets_law(name: str, rule: str) -> None:
     """Catches a branch that is used for any reason but the outcome, and a q that is not its own. Exact."""
@@ -337,21 +328,18 @@ def test_an_error_in_the_second_thread_is_raised() -> None:
 
 
 def test_what_cannot_be_mirrored_is_refused() -> None:
-    own = tiny_target(tiny_model("llama"))
-    config = MirrorConfig(1)
-    for draft in (random_draft("eagle3", own), EarlyExitDraft(own, 1)):
-        with pytest.raises(UserError, match="mirror needs a small language model as draft"):
-            make_mirror(draft, config, own)
-    near = CausalDraft(ModelRunner(noisy(own.runner.model, 0.02)))
-    with pytest.raises(UserError, match="early exit needs 1 to 2 layers of this target, not 3"):
-        make_mirror(near, MirrorConfig(3), own)
+    own, config = tiny_target(tiny_model("llama")), MirrorConfig(1)
+    near, tree = (CausalDraft(ModelRunner(noisy(own.runner.model, 0.02))) for _ in range(2))
+    tree.shape = DynamicTree(2, 4)
     mirror = make_mirror(near, config, own)
-    with pytest.raises(UserError, match="one of both"):
-        add_lookup(mirror, "ngram", 3, own)
-    with pytest.raises(UserError, match="give it no adaptive"):
-        make_adaptive(mirror, AdaptiveConfig())
-    with pytest.raises(UserError, match="choose mode eager"):
-        SpeculativeEngine(own, mirror, mode="compiled")
-    near.shape = DynamicTree(2, 4)
-    with pytest.raises(UserError, match="drafts chains only: give it no tree"):
-        decode(own, mirror, PROMPTS, k=2)
+    for refused, said in (
+        (lambda: make_mirror(random_draft("eagle3", own), config, own), "needs a small language model"),
+        (lambda: make_mirror(EarlyExitDraft(own, 1), config, own), "mirror needs a small language model as draft"),
+        (lambda: make_mirror(near, MirrorConfig(3), own), "early exit needs 1 to 2 layers of this target, not 3"),
+        (lambda: add_lookup(mirror, "ngram", 3, own), "one of both"),
+        (lambda: make_adaptive(mirror, AdaptiveConfig()), "give it no adaptive"),
+        (lambda: SpeculativeEngine(own, mirror, mode="compiled"), "choose mode eager"),
+        (lambda: decode(own, make_mirror(tree, config, own), PROMPTS, k=2), "drafts chains only: give it no tree"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            refused()

@@ -22,6 +22,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from tests.decode.drafts.test_token_trees import SHAPES
 from tests.decode.engine.test_engine import PROMPTS, WORDS, hf_text, save, texts
+from tests.params import rotated
 from tests.tiny import VOCAB, noisy, tiny_model, tiny_target
 
 IDS = torch.arange(1, VOCAB, 2)  # half of the tokens, so that some drafts are right
@@ -65,8 +66,7 @@ def test_logits_are_those_of_the_whole_head(arch: str) -> None:
     assert model.get_output_embeddings().weight.shape[0] == VOCAB  # the model itself stays whole
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "sampling"), rotated(SHAPES, [SamplingParams(), SAMPLED]))
 def test_it_drafts_its_own_tokens_and_greedy_text_stays(
     shape: str, sampling: SamplingParams
 ) -> None:
@@ -98,9 +98,6 @@ def test_ids_without_their_map_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     proposals, outputs = recorded(tiny_target(model), reduced(model), SamplingParams())
     assert not all(torch.isin(proposal.tokens, IDS).all() for proposal in proposals)
     assert texts(outputs) == [hf_text(model, p, max_new_tokens=20) for p in PROMPTS]
-
-
-# ---- the folder ----
 
 
 @pytest.fixture(scope="module")

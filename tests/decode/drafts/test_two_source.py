@@ -43,7 +43,6 @@ from tests.params import rotated
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 MODELS = ["causal", "early-exit", *FAMILIES]
-LOOKUPS = ["ngram", "suffix"]
 PROMPTS = tiny_prompts(13, 1, 9)
 K, LENGTH = 3, 40
 
@@ -55,10 +54,8 @@ def model_draft(name: str, target: Target, noise: float = 0.02) -> Draft:
 
 
 class Watched(DraftWrapper):
-    """Counts what is asked of `inner`; `states` are the logits of each first step, by the text before it.
-
-    With `never_skip` it is asked in every round, as if it drafted alone.
-    """
+    """Counts what is asked of `inner`; `states` are the logits of each first step, by the text before it. With
+    `never_skip` it is asked in every round, as if it drafted alone."""
 
     def __init__(self, inner: Draft, never_skip: bool = False):
         super().__init__(inner)
@@ -120,15 +117,14 @@ class Script(Draft):
 # ---- text ----
 
 
-@pytest.mark.parametrize(
-    ("name", "lookup", "rows"),
-    rotated(MODELS, LOOKUPS, [1, 3]),
-)
-def test_greedy_text_is_the_targets(name: str, lookup: str, rows: int) -> None:
-    """Catches tokens of one source in the row of the other, and states that only one kind of round keeps.
+TEXTS = [("causal", "ngram", 3), ("early-exit", "suffix", 1), ("medusa", "suffix", 3)]
+TEXTS += [("eagle1", "ngram", 1), ("eagle3", "suffix", 3)]
 
-    The random target repeats itself after a while, so that both sources draft.
-    """
+
+@pytest.mark.parametrize(("name", "lookup", "rows"), TEXTS)
+def test_greedy_text_is_the_targets(name: str, lookup: str, rows: int) -> None:
+    """Catches tokens of one source in the row of the other, and states that only one kind of round keeps. The random
+    target repeats itself after a while, so that both sources draft."""
     own, prompts = tiny_target(tiny_model("llama")), PROMPTS[:rows]
     watched = Watched(model_draft(name, own))
     draft = add_lookup(watched, lookup, 2, own)
@@ -170,10 +166,8 @@ def test_a_match_has_at_least_min_match_tokens(
 
 
 def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches random numbers that rounds without the model leave out: another row decides whether it is asked.
-
-    Without the numbers that are drawn in vain the texts must differ, or the test is blind.
-    """
+    """Catches random numbers that rounds without the model leave out: another row decides whether it is asked. Without
+    the numbers that are drawn in vain the texts must differ, or the test is blind."""
     own, seeds = tiny_target(tiny_model("llama", dtype=torch.float64)), [11, 12, 13]
     sampling = SamplingParams(1.0, top_k=2)
     settings: dict[str, Any] = {"k": K, "sampling": sampling, "max_new_tokens": LENGTH}
@@ -202,11 +196,9 @@ TIGHT, SHORT = 1e-8, 30
 
 
 def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) -> float:
-    """How far logits after copied tokens are from those that the text gives.
-
-    Those are the logits of plain forward passes over the whole text; of heads, whose proposals do not depend on what
-    they drafted before (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round.
-    """
+    """How far logits after copied tokens are from those that the text gives. Those are the logits of plain forward
+    passes over the whole text; of heads, whose proposals do not depend on what they drafted before
+    (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round."""
     own = tiny_target(tiny_model("llama", dtype=torch.float64))
     lookup = Script(decode(own, None, WORK, max_new_tokens=SHORT))
     watched, control = (Watched(model_draft(name, own), never) for never in (False, True))
@@ -233,7 +225,7 @@ def whole_text_logits(
     return {text: model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts}
 
 
-@pytest.mark.parametrize(("name", "rows"), rotated(MODELS, [1, 2]))
+@pytest.mark.parametrize(("name", "rows"), rotated(MODELS[:-1], [1, 2])[1:])
 def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
     """Catches K/V that lacks what skipped rounds committed, states of another round, and a row that is filled again
     while another has tokens to catch up, and the model's own tokens in the K/V of a row that copied others."""
@@ -323,8 +315,8 @@ def counted(net: Any, method: str, counts: dict[str, int]) -> Callable[..., Any]
 LAW_PROMPTS = [[0, 2, 1], [1]]
 """Over three tokens the end of the first is always found again, that of the second seldom: mixed batches."""
 SAMPLING = SamplingParams(0.7)
-ROUND = {1: 3 * 2 * 3, 2: 3**2 * 2**2 * 3}
-"""Branches of a round: draws of the model (in vain in rows that copy), verdicts, the bonus token."""
+ROUND = 3 * 2 * 3
+"""Branches of a round: a draw of the model (in vain in rows that copy), its verdict, the bonus token."""
 
 
 class Copier(Draft):
@@ -348,7 +340,6 @@ MIXED: dict[str, Callable[[Target], Draft]] = {
     "eagle3": lambda target: random_draft("eagle3", target),
     "medusa": lambda target: random_draft("medusa", target),
 }
-SIZES = [(1, 3), (2, 2)]
 LACKS = {"fewer rows": 2, "eagle3": 1}
 """A token that the draft's vocabulary does not have."""
 
@@ -366,8 +357,19 @@ def mixed(name: str, two_source: type[TwoSourceDraft] = TwoSourceDraft) -> tuple
     return target, two_source(NgramDraft(2, 1), MIXED[name](target), 3)
 
 
-@pytest.mark.parametrize(("name", "size"), rotated(MIXED, SIZES), ids=str)
-def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "rule"),
+    [
+        ("causal", (1, 3), "exact"),
+        ("causal", (2, 2), "block"),
+        ("fewer rows", (2, 2), "exact"),
+        ("fewer rows", (2, 2), "block"),
+        ("eagle3", (1, 3), "exact"),
+        ("medusa", (2, 2), "exact"),
+    ],
+    ids=str,
+)
+def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int], rule: str) -> None:
     """Catches the model's q for a copied token, a copied token that the model's vocabulary lacks, and a choice of the
     source that knows more than the text. Exact: no false alarm."""
     k, length = size
@@ -375,7 +377,7 @@ def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int]) ->
     recorded = RecordingDraft(draft)
     known = 2 if name == "eagle3" else 3  # tokens that the model draws from
     paths = 3 * (known**k * 2**k * 3) ** (length - 1)
-    assert law_distance(recorded, target, k, length, paths) < 1e-7
+    assert law_distance(recorded, target, k, length, paths, rule) < 1e-7
     tokens, q = recorded.proposals[0].tokens[:, 0], recorded.proposals[0].q
     assert q is not None
     certain = q[:, 0].amax(-1) == 1
@@ -383,13 +385,6 @@ def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int]) ->
     if name in LACKS:
         assert LACKS[name] in tokens[certain].tolist()
         assert q[~certain, 0, LACKS[name]].eq(0).all()
-
-
-def test_mixed_batches_keep_the_law_of_blocks() -> None:
-    """Catches a rule that judges a whole chain by distributions that a copied chain does not have."""
-    for name in ("causal", "fewer rows"):
-        target, draft = mixed(name)
-        assert law_distance(draft, target, 2, 2, 3 * ROUND[2], "block") < 1e-7
 
 
 @pytest.mark.parametrize("rule", ["exact", "block"])
@@ -431,18 +426,16 @@ class LateChoice(TwoSourceDraft):
 def test_a_law_of_the_other_source_is_seen(bug: type[TwoSourceDraft]) -> None:
     """The tests above are blind if one of these goes unseen."""
     target, draft = mixed("causal", bug)
-    assert law_distance(draft, target, 1, 3, 3 * ROUND[1] ** 2) > 1e-3
+    assert law_distance(draft, target, 1, 3, 3 * ROUND**2) > 1e-3
 
 
 # ---- modes, devices, errors ----
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_compiled_rounds_say_the_same(mode: str, graphs: list[int]) -> None:  # noqa: F811
+def test_compiled_rounds_say_the_same(graphs: list[int]) -> None:  # noqa: F811
     """Catches a graph of the target's half for each source: it would be made while decoding is timed."""
-    own = tiny_target(tiny_model("llama"))
-    sampling = SamplingParams() if mode == "greedy" else SamplingParams(1.0, top_k=2)
+    own, sampling = tiny_target(tiny_model("llama")), SamplingParams(1.0, top_k=2)
     settings: dict[str, Any] = {"max_new_tokens": LENGTH, "seed": 3}
     watched = Watched(model_draft("causal", own))
     draft = TwoSourceDraft(NgramDraft(2, 1), watched, VOCAB)
@@ -450,8 +443,7 @@ def test_compiled_rounds_say_the_same(mode: str, graphs: list[int]) -> None:  # 
     assert min(watched.asked, watched.skipped) > 0
     engine = SpeculativeEngine(own, draft, k=K, sampling=sampling, mode="compiled")
     got = collect_outputs(PROMPTS[:1], engine.speculate(PROMPTS[:1], **settings))
-    assert texts(got) == texts(want)
-    assert [o.rounds for o in got] == [o.rounds for o in want]
+    assert [(o.output_ids, o.rounds) for o in got] == [(o.output_ids, o.rounds) for o in want]
     assert len(graphs) == 1
 
 
@@ -472,14 +464,18 @@ def test_what_cannot_be_combined_is_refused() -> None:
     """Catches trees that are silently drafted as chains, and a lookup in front of a lookup."""
     own = tiny_target(tiny_model("llama"))
     near = model_draft("causal", own)
-    with pytest.raises(UserError, match="lookup 'causal' is unknown: give ngram or suffix"):
-        add_lookup(near, "causal", 3, own)
-    for draft in (None, NgramDraft()):
-        with pytest.raises(UserError, match="has no model for a lookup in front"):
-            add_lookup(draft, "ngram", 3, own)
     two = add_lookup(near, "ngram", 3, own)
-    with pytest.raises(UserError, match="mode graph needs"):
-        SpeculativeEngine(own, two, mode="graph")
+    for refused, said in (
+        (
+            lambda: add_lookup(near, "causal", 3, own),
+            "lookup 'causal' is unknown: give ngram or suffix",
+        ),
+        (lambda: add_lookup(None, "ngram", 3, own), "has no model for a lookup in front"),
+        (lambda: add_lookup(NgramDraft(), "ngram", 3, own), "has no model for a lookup in front"),
+        (lambda: SpeculativeEngine(own, two, mode="graph"), "mode graph needs"),
+    ):
+        with pytest.raises(UserError, match=said):
+            refused()
     near.shape = DynamicTree(2, 4)
     with pytest.raises(UserError, match=r"'causal\+ngram' drafts chains only: give it no tree"):
         decode(own, two, PROMPTS, k=2)

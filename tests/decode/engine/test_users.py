@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product, zip_longest
 from typing import Any
 
 import pytest
@@ -30,12 +29,12 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from tests.heads import random_draft
 from tests.hybrids import hybrid_target, tiny_hybrid
-from tests.params import rotated, slow_except
+from tests.params import rotated
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 FIRST, SECOND = tiny_prompts(9, 5)
 NEW = 10
-KINDS = ["plain", "ngram", "causal", "eagle3", "mirror", "early-exit"]
+KINDS = ["ngram", "causal", "eagle3", "mirror", "early-exit"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +92,7 @@ def begin(
 # ---- in turns ----
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["plain", "eagle3", "mirror"]))
+@pytest.mark.parametrize("kind", ["plain", "eagle3", "mirror"])
 def test_a_second_generator_is_refused_and_the_first_goes_on(
     model: Any, target: Target, kind: str
 ) -> None:
@@ -102,34 +101,18 @@ def test_a_second_generator_is_refused_and_the_first_goes_on(
     records, read = begin(target, make_draft(kind, model, target), FIRST)
     for other in (None, NgramDraft()):
         with pytest.raises(
-            UserError, match="target 'tiny' is decoding for another generator"
-        ) as caught:
+            UserError, match="target 'tiny' is decoding for .*close\\(\\) it first.*$"
+        ):
             next(speculate(target, other, [SECOND]))
-        assert "close() it first" in str(caught.value)
-        assert "\n" not in str(caught.value)
     assert tokens([*read, *records]) == want
     assert text(target, None, SECOND) == text(tiny_target(model), None, SECOND)
 
 
-def test_two_targets_may_be_read_in_turns(model: Any) -> None:
-    """A draft and plain decoding, each on a target of its own, as the message advises."""
-    targets = tiny_target(model), tiny_target(model)
-    one = speculate(targets[0], causal(model), [FIRST], max_new_tokens=NEW)
-    two = speculate(targets[1], None, [SECOND], max_new_tokens=NEW)
-    pairs = list(zip_longest(one, two))
-    fresh = tiny_target(model)
-    assert tokens(a for a, _ in pairs) == text(fresh, None, FIRST)
-    assert tokens(b for _, b in pairs) == text(fresh, None, SECOND)
-
-
-@pytest.mark.parametrize("second", [{"k": 6}, {"sampling": SamplingParams(1.0)}, {"rows": 2}])
-def test_a_second_engine_waits_for_the_first(
-    model: Any, target: Target, second: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_second_engine_waits_for_the_first(model: Any, target: Target, rows: int | None) -> None:
     """Engines of other settings on one target: refused while a request runs, right after it."""
-    rows = second.pop("rows", None)
-    draft = causal(model)
-    engines = SpeculativeEngine(target, draft, k=3), SpeculativeEngine(target, draft, **second)
+    draft, other = causal(model), {"k": 6, "sampling": SamplingParams(1.0)}
+    engines = SpeculativeEngine(target, draft, k=3), SpeculativeEngine(target, draft, **other)
     prompts = [FIRST, SECOND]
     want = [tokens(e.speculate(prompts, max_new_tokens=NEW, rows=rows)) for e in engines]
     records = engines[0].speculate(prompts, max_new_tokens=NEW, rows=rows)
@@ -141,50 +124,24 @@ def test_a_second_engine_waits_for_the_first(
     assert [tokens(read), again] == want
 
 
-def test_one_draft_in_two_engines_is_refused(model: Any) -> None:
-    """Bug: two targets with one draft object, whose KV cache held both texts: hardly a token was accepted."""
-    one, two, draft = tiny_target(model), tiny_target(model), causal(model)
-    want = list(speculate(one, draft, [FIRST], max_new_tokens=NEW))
-    records, read = begin(one, draft, FIRST)
-    with pytest.raises(UserError, match="draft 'causal' is decoding for another generator"):
-        next(speculate(two, draft, [SECOND]))
-    assert text(two, None, SECOND) == text(tiny_target(model), None, SECOND)  # was left free
-    found = [*read, *records]
-    assert [r.accepted for r in found] == [r.accepted for r in want]
-    assert max(r.accepted for r in found) > 0
-    assert text(two, draft, FIRST) == tokens(want)
-
-
 def test_what_two_drafts_share_is_refused(model: Any) -> None:
-    """Wrappers around one draft, drafts over one runner, one lookup in front of two drafts."""
+    """One draft, wrappers around it, drafts over one runner, one lookup in front of two drafts. Bug: its KV cache held
+    both texts, and hardly a token was accepted."""
     one, two = tiny_target(model), tiny_target(model)
     runner, lookup = ModelRunner(noisy(model, 0.01)), NgramDraft()
     inner = CausalDraft(runner)
     for mine, theirs, named in (
-        (inner, RecordingDraft(inner), "draft 'causal'"),
+        (inner, inner, "draft 'causal'"),
         (RecordingDraft(inner), inner, "draft 'causal'"),
         (inner, CausalDraft(runner), "this llama model"),
         (TwoSourceDraft(lookup, inner, VOCAB), lookup, "draft 'ngram'"),
     ):
         records, _ = begin(one, mine, FIRST)
-        with pytest.raises(UserError, match=f"{named} is decoding for another"):
-            next(speculate(two, theirs, [SECOND]))
-        with pytest.raises(UserError, match=f"{named} is decoding for another"):
-            next(speculate(two, theirs, [SECOND]))  # the refusal itself holds nothing
+        for _ in range(2):  # the refusal itself holds nothing
+            with pytest.raises(UserError, match=f"{named} is decoding for another"):
+                next(speculate(two, theirs, [SECOND]))
         del records
         assert text(two, theirs, SECOND) == text(tiny_target(model), None, SECOND)
-
-
-def test_decoding_in_the_body_of_the_loop(model: Any, target: Target) -> None:
-    """The inner request is refused; on a target of its own it is right, and so is the outer one."""
-    other, found = tiny_target(model), []
-    want = text(other, None, SECOND)
-    for record in speculate(target, causal(model), [FIRST], max_new_tokens=NEW):
-        found += record.tokens
-        with pytest.raises(UserError, match="another generator"):
-            decode(target, None, [SECOND], max_new_tokens=4)
-        assert text(other, None, SECOND) == want
-    assert found == text(other, None, FIRST)
 
 
 def test_decoding_within_a_round(model: Any, target: Target) -> None:
@@ -269,10 +226,7 @@ class FailingDraft(DraftWrapper):
         return proposal
 
 
-@pytest.mark.parametrize(
-    ("kind", "before"),
-    slow_except(product(KINDS[1:], [True, False]), rotated(KINDS[1:], [True, False])[1:]),
-)
+@pytest.mark.parametrize(("kind", "before"), rotated(KINDS, [True, False])[1:])
 def test_a_failed_proposal_leaves_nothing_behind(
     model: Any, target: Target, kind: str, before: bool
 ) -> None:
@@ -287,10 +241,7 @@ def test_a_failed_proposal_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    slow_except(
-        product(["plain", "causal", "eagle3", "mirror"], [RuntimeError, KeyboardInterrupt]),
-        [("eagle3", RuntimeError), ("mirror", KeyboardInterrupt)],
-    ),
+    [("plain", KeyboardInterrupt), ("eagle3", RuntimeError), ("mirror", KeyboardInterrupt)],
 )
 def test_a_pass_that_fails_in_the_middle(
     model: Any, target: Target, kind: str, error: type[BaseException]
@@ -315,13 +266,7 @@ def test_a_pass_that_fails_in_the_middle(
         assert text(target, draft, FIRST) == want
 
 
-@pytest.mark.parametrize(
-    ("kind", "at"),
-    slow_except(
-        [("plain", 1), ("plain", 2), ("plain", 3), ("causal", 2), ("causal", 5), ("eagle3", 4)],
-        [("plain", 2), ("causal", 5), ("eagle3", 4)],
-    ),
-)
+@pytest.mark.parametrize(("kind", "at"), [("plain", 2), ("causal", 5), ("eagle3", 4)])
 def test_buffers_that_could_not_grow(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the target's three layers or in the draft's. Bug: memory ran out after some layers were enlarged, and the next
     request of that size took them as they were."""
@@ -393,12 +338,11 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("arch", slow_except(["llama", "gemma3_text"], ["llama"]))
-def test_threads_with_a_target_each(arch: str, hasty: None) -> None:
-    """Bug: attention found the slots of the other thread's pass. All requests of six a thread, plain and with
+def test_threads_with_a_target_each(hasty: None) -> None:
+    """Bug: attention found the slots of the other thread's pass. All requests of four a thread, plain and with
     drafts, give the text and the rounds of runs apart."""
-    model = tiny_model(arch)
-    prompts = tiny_prompts(*range(3, 9))
+    model = tiny_model("gemma3_text")
+    prompts = tiny_prompts(*range(3, 7))
     kinds = ["plain", "causal", "mirror"]
 
     def job(kind: str) -> Callable[[], Any]:
@@ -417,17 +361,6 @@ def test_threads_with_a_target_each(arch: str, hasty: None) -> None:
 
     want = [job(kind)() for kind in kinds]
     assert in_threads(*map(job, kinds)) == want
-
-
-def test_threads_that_share_a_target(model: Any, target: Target) -> None:
-    """While one thread's generator is open the other's is refused; afterwards it is right."""
-    want = text(tiny_target(model), None, SECOND)
-    records, read = begin(target, causal(model), FIRST)
-    (refused,) = in_threads(lambda: text(target, None, SECOND))
-    assert isinstance(refused, UserError)
-    assert "another generator" in str(refused)
-    assert tokens([*read, *records]) == text(tiny_target(model), None, FIRST)
-    assert in_threads(lambda: text(target, None, SECOND)) == [want]
 
 
 def test_threads_that_race_for_a_target(model: Any, target: Target, hasty: None) -> None:
@@ -543,16 +476,10 @@ def test_the_runner_itself_is_refused_meanwhile(model: Any, target: Target) -> N
 # ---- a draft of another target ----
 
 
-@pytest.mark.parametrize(
-    "kind",
-    slow_except(
-        ["eagle3", "medusa", "early-exit", "swift", "mirror"], ["eagle3", "swift", "mirror"]
-    ),
-)
+@pytest.mark.parametrize("kind", ["eagle3", "swift", "mirror"])
 def test_what_reads_a_target_drafts_for_no_other(model: Any, target: Target, kind: str) -> None:
     """Bug: the exit's layers, the head's embedding or the hooks were the other target's."""
-    heads = ("eagle3", "medusa")
-    draft = random_draft(kind, target) if kind in heads else make_draft(kind, model, target)
+    draft = make_draft(kind, model, target)
     assert draft is not None
     other = replace(tiny_target(model), name="other")
     for drafter in (draft, RecordingDraft(draft)):

@@ -33,7 +33,7 @@ BUNDLED = Path(__file__).resolve().parents[3] / "assets" / "target"
 # Longer than the window of 8 and than the first context of RoPE scalings
 IDS = torch.arange(1, 60)[None]
 Tensors = dict[str, Tensor]
-Change = Callable[[Path], None]
+Change = Callable[[Path], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -97,31 +97,19 @@ def renamed_shards(folder: Path) -> None:
     index.write_text(json.dumps(listed))
 
 
-def saved_again(folder: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model.save_pretrained(folder)
-
-
-def in_float32(found: Tensors) -> None:
-    found.update({name: value.float() for name, value in found.items()})
-
-
-def old_rope_field(folder: Path) -> None:
-    """config.json as earlier versions of transformers wrote it."""
-    config(rope_parameters=None, rope_theta=10000, rope_scaling=None, rms_norm_eps=0.000001)(folder)
-
-
 SAME: dict[str, Change] = {
     "copied": lambda folder: None,
     "in shards": in_shards,
     "in shards of other names": renamed_shards,
-    "saved again": saved_again,
+    "saved again": lambda folder: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder),
     "fields without effect": config(
         transformers_version="4.0.0", torch_dtype="float16", dtype=None, _name_or_path="elsewhere",
         use_cache=False, initializer_range=0.5, attention_dropout=0.1, architectures=["LlamaForCausalLM"],
     ),
     "defaults left out": config(mlp_bias=None, attention_bias=None, pretraining_tp=None, head_dim=None),
-    "fields of an earlier version": old_rope_field,
+    "fields of an earlier version": config(
+        rope_parameters=None, rope_theta=10000, rope_scaling=None, rms_norm_eps=0.000001
+    ),
     "tensors in another order": tensors(lambda x: x.update({k: x.pop(k) for k in sorted(x, reverse=True)})),
     "a tie that the stored head contradicts in words only": config(tie_word_embeddings=False),
 }  # fmt: skip
@@ -262,7 +250,7 @@ def test_storage_in_more_bits_changes_nothing(tmp_path: Path, dtype: torch.dtype
     """Bug: a checkpoint that was loaded and saved in float32 is another target."""
     narrow = saved(tmp_path / "narrow", dtype=dtype)
     wide = Path(shutil.copytree(narrow, tmp_path / "wide"))
-    tensors(in_float32)(wide)
+    tensors(lambda x: x.update({name: value.float() for name, value in x.items()}))(wide)
     assert weights_fingerprint(str(wide)) == weights_fingerprint(str(narrow))
     assert torch.equal(logits(wide), logits(narrow))
     add(LAYER.format(0, "mlp.down_proj"), nudged)(wide)

@@ -176,9 +176,6 @@ def test_kernels_compile_and_fit(case: str) -> None:
         check(compile_launch(launch, int(capability)), int(capability))
 
 
-# ---- planted ----
-
-
 @triton.jit
 def _broken_kernel(query, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds blocks of two sizes."""

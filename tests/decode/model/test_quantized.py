@@ -34,9 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def quantized(form: str, folder: Path, **changes: Any) -> Any:
     """Writes a tiny Llama whose layers are packed in this form to `folder`; returns the model with the same weights.
-
-    `changes` go into its quantization_config.
-    """
+    `changes` go into its quantization_config."""
     settings, pack = FORMS[form]
     model = tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
     model.save_pretrained(folder)

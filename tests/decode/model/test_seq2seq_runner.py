@@ -21,6 +21,7 @@ from decode.model.runner import ModelRunner
 from decode.model.seq2seq import EncodedPrompts, RaggedPositionBias, Seq2SeqRunner, answer_logits
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, tree_from_paths
+from tests.decode.engine.test_engine import assert_rows_are_alone
 from tests.decode.verification.test_exact_distribution import distances, engine_law
 from tests.params import slow_except
 from tests.seq2seq import VARIANTS, build, generated, own_law, t5_target, tiny_t5
@@ -50,9 +51,6 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-# ---- greedy text ----
-
-
 @pytest.mark.parametrize("variant", slow_except(VARIANTS, ["t5", "t5-v1.1"]))
 def test_greedy_text_equals_generate(variant: str) -> None:
     """Catches positions counted for the whole batch, prompts of other rows or their padding that are read, K/V of
@@ -60,25 +58,20 @@ def test_greedy_text_equals_generate(variant: str) -> None:
     """
     model = tiny_t5(variant)
     target = t5_target(model)
-    want = [generated(model, prompt, 16) for prompt in PROMPTS]
+    want = [generated(model, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(text) for text in want}) == len(PROMPTS)  # the prompt matters
-    for name, make in DRAFTS.items():
-        outputs = decode(target, make(target), PROMPTS, k=3, max_new_tokens=16, rows=2)
+    for name in DRAFTS if variant == "t5" else ["chain", "dynamic tree", "early exit tree"]:
+        outputs = decode(target, DRAFTS[name](target), PROMPTS, k=3, max_new_tokens=12, rows=2)
         assert [output.output_ids for output in outputs] == want, name
         if name == "chain":
             counts = {accepted for output in outputs for _, accepted in output.rounds}
             assert min(counts) < max(counts) == 3  # roll-back was tried
 
 
-@pytest.mark.parametrize("draft", ["chain", "dynamic tree"])
-def test_a_batch_gives_the_text_of_each_prompt_alone(draft: str) -> None:
+def test_a_batch_gives_the_text_of_each_prompt_alone() -> None:
     target = t5_target(tiny_t5())
-    sampling, seeds = SamplingParams(1.0), [11, 12, 13, 14]
-    settings: dict[str, Any] = {"k": 3, "max_new_tokens": 24, "sampling": sampling}
-    together = decode(target, DRAFTS[draft](target), PROMPTS, rows=3, seeds=seeds, **settings)
-    for prompt, seed, output in zip(PROMPTS, seeds, together, strict=True):
-        [alone] = decode(target, DRAFTS[draft](target), [prompt], seeds=[seed], **settings)
-        assert alone.output_ids == output.output_ids
+    draft = DRAFTS["dynamic tree"](target)
+    assert_rows_are_alone(target, draft, PROMPTS, sampling=SamplingParams(1.0), rows=3)
 
 
 def test_text_ends_at_eos_and_buffers_grow() -> None:
@@ -99,8 +92,6 @@ def test_half_precision_decodes() -> None:
     [output] = decode(target, near(target), [PROMPTS[0]], k=3, max_new_tokens=16)
     assert len(output.output_ids) == 16
 
-
-# ---- the law ----
 
 SAMPLING, LENGTH = SamplingParams(0.7), 2
 SHORT = [[0, 2, 1], [1]]
@@ -154,9 +145,6 @@ def test_positions_of_the_whole_row_move_the_law(monkeypatch: pytest.MonkeyPatch
     assert law_distance("chain") > 1e-3
 
 
-# ---- what is refused ----
-
-
 def bart() -> Any:
     size = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -164,11 +152,29 @@ def bart() -> Any:
     return AutoModelForSeq2SeqLM.from_config(config)
 
 
-def test_bart_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="bart model cannot be decoded: its decoder has no relative"
-    ):
-        build_runner(bart())
+def damaged() -> Any:
+    model = tiny_t5()
+    model.shared.weight.data.fill_(float("nan"))
+    return model
+
+
+def without_start_token() -> Any:
+    model = tiny_t5()
+    model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (bart, "bart model cannot be decoded: its decoder has no relative"),
+        (damaged, "weights are damaged"),
+        (without_start_token, "decoder_start_token_id"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(make: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        build_runner(make())
 
 
 def test_the_trial_pass_finds_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,22 +182,6 @@ def test_the_trial_pass_finds_other_logits(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(RaggedPositionBias, "for_slots", lambda *_: contextlib.nullcontext())
     with pytest.raises(UserError, match="other logits for rows of unequal length"):
         build_runner(tiny_t5())
-
-
-def test_damaged_weights_are_refused() -> None:
-    model = tiny_t5()
-    with torch.no_grad():
-        model.shared.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="weights are damaged"):
-        build_runner(model)
-
-
-def test_a_model_without_start_token_is_refused() -> None:
-    model = tiny_t5()
-    model.generation_config.decoder_start_token_id = None
-    model.config.decoder_start_token_id = None
-    with pytest.raises(UserError, match="decoder_start_token_id"):
-        build_runner(model)
 
 
 def test_heads_and_compilation_are_refused() -> None:
