@@ -29,7 +29,7 @@ from eval.settings.evaluation import EvalConfig, MethodConfig
 from tests import worlds
 from tests.blocks import chain_drift
 from tests.decode.drafts.test_exit_adapter import target_logits
-from tests.decode.engine.test_engine import assert_rows_are_alone, texts
+from tests.decode.engine.test_engine import texts
 from tests.decode.verification.test_exact_distribution import (
     ENUMERATED,
     distance_from_own_law,
@@ -111,14 +111,19 @@ def test_logits_are_those_of_a_pass_without_the_sublayers(arch: str) -> None:
     assert len(counts) > 1
 
 
-@pytest.mark.parametrize("bug", [(2,), ()], ids=["one layer on", "attention alone"])
-def test_other_sublayers_change_the_logits(
-    bug: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def one_layer_on(bits: str) -> SkipSet:
+    found = from_bits(bits)
+    return SkipSet(found.attention, tuple(i + 1 for i in found.mlp))
+
+
+def attention_alone(bits: str) -> SkipSet:
+    return SkipSet(from_bits(bits).attention, ())
+
+
+@pytest.mark.parametrize("bug", [one_layer_on, attention_alone])
+def test_other_sublayers_change_the_logits(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if one of these goes unseen."""
-    assert from_bits(BITS).mlp == (1,)
-    wrong = SkipSet(from_bits(BITS).attention, bug)
-    monkeypatch.setattr("decode.drafts.swift.from_bits", lambda bits: wrong)
+    monkeypatch.setattr("decode.drafts.swift.from_bits", bug)
     assert drift("llama")[0] > 0.02
 
 
@@ -128,7 +133,7 @@ def test_other_sublayers_change_the_logits(
 SEARCHING = SwiftConfig(skip_threshold=0.02, window=4, ratio=0.5, bayes_every=3, max_score=1.0)
 
 
-@pytest.mark.parametrize("arch", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("arch", FEW)
 def test_greedy_text_is_the_targets(arch: str) -> None:
     """Catches drafting or a search that spoils the K/V of the target."""
     own = tiny_target(deep(arch))
@@ -142,9 +147,14 @@ def test_greedy_text_is_the_targets(arch: str) -> None:
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0)], ids=["0", "1"])
 def test_a_rows_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> None:
     """Catches random numbers that a row uses up or not depending on where the others stop."""
-    own = tiny_target(deep("llama"))
+    own, seeds = tiny_target(deep("llama")), [11, 12, 13]
     draft = draft_of(own, replace(FIXED, skip_threshold=0.08))
-    together = assert_rows_are_alone(own, draft, PROMPTS, sampling=sampling)
+    settings: dict[str, Any] = {"k": K, "sampling": sampling, "max_new_tokens": LENGTH}
+    together = decode(own, draft, PROMPTS, seeds=seeds, **settings)
+    for output, prompt, seed in zip(together, PROMPTS, seeds, strict=True):
+        [alone] = decode(own, draft, [prompt], seeds=[seed], **settings)
+        assert alone.output_ids == output.output_ids
+        assert alone.rounds == output.rounds
     assert len({drafted for output in together for drafted, _ in output.rounds}) > 1
 
 
@@ -155,7 +165,9 @@ def law_distance(
     model, sampling = small(vocab_size=vocab, num_hidden_layers=4), SamplingParams(0.7)
     own = tiny_target(model)
     draft = draft_of(own, config)
-    draft.search.state.tried[BITS] = 0.0  # the first set that a search tries is better
+    draft.search.state.tried[BITS] = (
+        0.0  # the first set that a search tries is another one, and better
+    )
     law = engine_law(own, draft, k, length, sampling, paths, rule)
     assert (draft.search.state.best != BITS) == config.adaptive
     return distance_from_own_law(law, model, length, sampling)
@@ -166,14 +178,15 @@ UNSURE = replace(FIXED, skip_threshold=0.4)
 
 
 @pytest.mark.parametrize(
-    ("config", "case", "rule"),
+    ("config", "case"),
     [
-        (UNSURE, ENUMERATED[1], "exact"),
-        (UNSURE, ENUMERATED[2], "block"),
-        (SwiftConfig(window=1, max_score=1.0, skip_threshold=0.0), ENUMERATED[0], "exact"),
+        (UNSURE, ENUMERATED[1]),
+        (UNSURE, ENUMERATED[2]),
+        (SwiftConfig(window=1, max_score=1.0, skip_threshold=0.0), ENUMERATED[0]),
     ],
     ids=["stopping", "stopping longer", "searching"],
 )
+@pytest.mark.parametrize("rule", ["exact", "block"])
 def test_sampled_text_has_the_targets_law(
     config: SwiftConfig, case: tuple[int, int, int, int], rule: str
 ) -> None:
@@ -360,6 +373,15 @@ def test_a_search_in_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path)
     )
 
 
+def test_a_search_that_begins_anew_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The test above is blind if this goes unseen."""
+    monkeypatch.setattr(SwiftDraft, "save", lambda self, folder: None)
+    with pytest.raises(AssertionError):
+        test_a_search_in_a_folder_goes_on_as_if_nothing_had_happened(tmp_path)
+
+
 @pytest.mark.parametrize("change", [{"ratio": 0.2}, {"window": 5}, {"min_layers": 7}])
 def test_a_search_of_other_sets_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     """Catches scores of one window or of so many sub-layers that are taken for those of another."""
@@ -426,11 +448,18 @@ def test_a_damaged_file_is_refused(part: str, change: dict[str, Any], tmp_path: 
         load_draft(str(tmp_path), own)
 
 
-@pytest.mark.parametrize(
-    ("arch", "layers", "said"),
-    [("opt", 3, "early exit"), ("gemma4_text", 3, "early exit"), ("llama", 2, "at least 3 layers")],
-)
-def test_targets_without_separate_sublayers_are_refused(arch: str, layers: int, said: str) -> None:
-    target = tiny_target(tiny_model(arch, num_hidden_layers=layers))
-    with pytest.raises(UserError, match=said):
-        create_draft("swift", target, layers=3)
+def test_it_needs_no_files() -> None:
+    draft = create_draft("swift", tiny_target(deep("llama")), layers=3)
+    assert isinstance(draft, SwiftDraft)
+    assert draft.config == SwiftConfig(min_layers=3)
+
+
+@pytest.mark.parametrize("arch", ["opt", "gemma4_text"])
+def test_targets_without_separate_sublayers_are_refused(arch: str) -> None:
+    with pytest.raises(UserError, match="early exit"):
+        SwiftDraft(tiny_target(tiny_model(arch)), SwiftConfig())
+
+
+def test_two_layers_are_too_few() -> None:
+    with pytest.raises(UserError, match="at least 3 layers"):
+        SwiftDraft(tiny_target(tiny_model("llama", num_hidden_layers=2)), SwiftConfig())

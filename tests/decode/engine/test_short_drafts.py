@@ -75,9 +75,6 @@ FAMILIES: dict[str, Callable[[Target], Draft]] = {
     "peagle": peagle,
     "dflash": lambda own: dflash(own, "dflash"),
     "dspark": lambda own: dflash(own, "dspark"),
-    # rounds cost nothing more with drafts
-    "adaptive": lambda own: AdaptiveDraft(causal(), AdaptiveConfig("both", 0.0, (10.0, 10.0))),
-    "mirror": lambda own: MirrorDraft(causal(), own, MirrorConfig(exit_layer=1, branches=1)),
 }
 
 
@@ -120,7 +117,8 @@ def test_chains_end_at_the_drafts_context(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), rotated(["causal", "eagle3", "peagle", "dflash"], [TREE, DynamicTree(2, 5)])
+    ("name", "shape"),
+    rotated(["causal", "pard", "eagle1", "eagle3", "peagle", "dflash"], [TREE, DynamicTree(2, 5)]),
 )
 def test_trees_end_at_the_drafts_context(name: str, shape: TreeShape) -> None:
     """Catches a tree that is cut by its number of nodes, or not at all."""
@@ -146,15 +144,18 @@ def test_a_rows_text_does_not_depend_on_its_batch(name: str) -> None:
     own, sampling = tiny_target(MODEL), SamplingParams(1.3)
     seeds = list(range(len(PROMPTS)))
     together = in_rounds(own, FAMILIES[name](own), sampling=sampling, seeds=seeds, rows=2)
-    settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": NEW, "k": K}
     for prompt, seed, rounds in zip(PROMPTS, seeds, together, strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            alone = list(speculate(own, FAMILIES[name](own), [prompt], seeds=[seed], **settings))[
-                1:
-            ]
-        pair = [[(r.drafted, r.accepted, r.tokens) for r in found] for found in (alone, rounds)]
-        assert pair[0] == pair[1]
+            alone = list(
+                speculate(
+                    own, FAMILIES[name](own), [prompt], sampling=sampling, seeds=[seed],
+                    max_new_tokens=NEW, k=K,
+                )
+            )[1:]  # fmt: skip
+        assert [(r.drafted, r.accepted, r.tokens) for r in alone] == [
+            (r.drafted, r.accepted, r.tokens) for r in rounds
+        ]
 
 
 @pytest.mark.parametrize("name", ["causal", "eagle3", "peagle"])
@@ -195,6 +196,29 @@ def test_a_lookup_goes_on_where_the_draft_ends() -> None:
     copied = [pair for prompt in range(3) for pair in beyond(records, prompt)]
     assert copied == [pair for prompt in range(3) for pair in beyond(alone, prompt)]
     assert copied
+
+
+@pytest.mark.parametrize("by", ["confidence", "acceptance", "both"])
+def test_adaptive_chains_end_there_too(by: str) -> None:
+    """Catches a chain of adaptive length that passes the context."""
+    own = tiny_target(MODEL)
+    draft = AdaptiveDraft(causal(), AdaptiveConfig(by, confidence=0.0, round_ms=(10.0, 10.0)))
+    found = in_rounds(own, draft, rows=3)
+    for prompt, rounds, text in zip(PROMPTS, found, plain(own), strict=True):
+        assert emitted(rounds) == text[1:]
+        wanted = [min(K, max(0, CONTEXT - n)) for n in starts(prompt, rounds)]
+        assert [r.drafted for r in rounds] == wanted  # rounds cost nothing more with drafts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_mirror_drafts_end_there_too(temperature: float) -> None:
+    own = tiny_target(MODEL)
+    draft = MirrorDraft(causal(), own, MirrorConfig(exit_layer=1, branches=1))
+    found = in_rounds(own, draft, rows=3, sampling=SamplingParams(temperature))
+    for prompt, rounds, text in zip(PROMPTS, found, plain(own), strict=True):
+        assert temperature or emitted(rounds) == text[1:]
+        wanted = [min(K, max(0, CONTEXT - n)) for n in starts(prompt, rounds)]
+        assert [r.drafted for r in rounds] == wanted
 
 
 def test_a_draft_that_is_long_enough_is_not_warned_of() -> None:

@@ -1,11 +1,12 @@
 """Every architecture that is decoded here equals transformers' own text, and those that cannot be are refused."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
@@ -37,20 +38,27 @@ from tests.tiny import (
     tiny_target,
 )
 
+LAYERS = 3
+
 
 def some_drafts(arch: str, model: Any, target: Target) -> list[Draft | None]:
-    """A chain, a tree by confidence; for FEW none, a lookup and a fixed tree drafted in the target's own K/V too."""
+    """A chain, a tree by confidence, a fixed tree drafted in the target's own K/V; for FEW none and a lookup too."""
     moved = ModelRunner(noisy(model, 0.01))
-    chain, tree = CausalDraft(moved), CausalDraft(moved, shape=DynamicTree(width=3, nodes=9))
-    more = [None, NgramDraft(), EarlyExitDraft(target, 2, BUSHY)] if arch in FEW else []
-    return [*more, chain, tree]
+    return [
+        *([None, NgramDraft()] if arch in FEW else []),
+        CausalDraft(moved),
+        CausalDraft(moved, shape=DynamicTree(width=3, nodes=9)),
+        EarlyExitDraft(target, 2, BUSHY),
+    ]
 
 
 @pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_greedy_text_equals_generate(arch: str) -> None:
     """Catches windows, softcaps, sinks, scales and RoPE variants lost, heads of unequal size, K/V shared between
-    layers, K/V of rejected drafts that stays, rows mixed up: in fp32, for ragged rows. The moved model must have met
-    rejection and full acceptance, else roll-back was not tried."""
+    layers, K/V of rejected drafts that stays, rows mixed up: in fp32, for ragged rows.
+
+    The moved model must have met rejection and full acceptance, else roll-back was not tried.
+    """
     model = tiny_model(arch)
     want = [hf_text(model, prompt, max_new_tokens=16) for prompt in PROMPTS]
     target, accepted = tiny_target(model), set()
@@ -81,6 +89,53 @@ def test_text_stops_at_the_context(arch: str) -> None:
         decode(target, None, tiny_prompts(context))
 
 
+def test_text_of_a_multimodal_model_equals_generate() -> None:
+    """Catches checks that look at the vision tower (which sees later patches) and fields that only text_config has."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    text = {**ARCHITECTURES["gemma3_text"], "initializer_range": 0.25, "eos_token_id": None}
+    model = hf_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=96
+    )
+    want = [hf_text(model, prompt, max_new_tokens=20, eos_token_id=None) for prompt in PROMPTS]
+    draft = CausalDraft(ModelRunner(noisy(model, 0.01)), shape=DynamicTree(width=3, nodes=9))
+    assert texts(decode(tiny_target(model), draft, PROMPTS, k=3, max_new_tokens=20)) == want
+
+
+# ---- the attention that is called ----
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[torch.nn.Module]]:
+    """The modules that called the registered attention within it."""
+    calls: list[torch.nn.Module] = []
+
+    def counting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return attention.attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register(attention.ATTENTION_NAME, counting)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(attention.ATTENTION_NAME, attention.attention_forward)
+
+
+def attends(model: Any) -> int:
+    """How often one forward of a Decoder over `model` calls the registered attention."""
+    runner = ModelRunner(model)
+    runner.allocate(1, 8)
+    with counted_calls() as calls:
+        runner.step(torch.tensor([[1, 2, 3]]), torch.tensor([0]))
+    return len(calls)
+
+
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_every_layer_calls_our_attention(arch: str) -> None:
+    """Catches a layer that attends in another way: its windows and tree masks would be lost without a word."""
+    assert attends(tiny_model(arch)) == LAYERS
+
+
 def test_a_model_that_goes_around_our_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches attention of a model's own that no property tells: planted, by leaving out the check of properties."""
     monkeypatch.setattr(runner, "check_supported", lambda model: None)
@@ -107,14 +162,21 @@ def test_a_lost_keyword_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("stablelm")
     want = [hf_text(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
     assert decode_some(model) == want
-    monkeypatch.setattr(attention, "forward_context", lambda *_: nullcontext())
+    monkeypatch.setattr(attention, "forward_context", nothing)
     with pytest.raises(UserError, match="reads no other KV cache"):
         decode_some(model)
+
+
+@contextmanager
+def nothing(slots: Any, *_: Any) -> Iterator[None]:
+    yield
 
 
 def decode_some(model: Any) -> list[list[int]]:
     return texts(decode(tiny_target(model), None, PROMPTS, max_new_tokens=20))
 
+
+# ---- refusals ----
 
 HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 97}
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -176,6 +238,9 @@ def test_a_window_that_nobody_uses_is_no_reason() -> None:
     """Catches refusals for a field that the model does not read, and for windows as long as the context."""
     check_supported(tiny_model("llama", sliding_window=8))
     check_supported(hf_model("phimoe", **COMMON, num_local_experts=4, sliding_window=64))
+
+
+# ---- experts ----
 
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])

@@ -42,7 +42,6 @@ from tests.vision import (
     vision_target,
 )
 
-NEW = 12
 FEW = ["qwen2_5_vl", "gemma3"]
 """M-RoPE; windows and image tokens that see each other in both directions."""
 
@@ -55,9 +54,9 @@ def prompts_of(kind: str) -> list[Prompt]:
 def answers(
     target: Target, draft: Draft | None, prompts: Sequence[Prompt], **settings: Any
 ) -> list[list[int]]:
-    """The NEW tokens that follow each prompt, greedily."""
+    """The 20 tokens that follow each prompt, greedily."""
     ids, images = [p.ids for p in prompts], [p.images for p in prompts]
-    settings = {"k": 3, "max_new_tokens": NEW, "images": images} | settings
+    settings = {"k": 3, "max_new_tokens": 20, "images": images} | settings
     return [output.output_ids for output in decode(target, draft, ids, **settings)]
 
 
@@ -65,21 +64,36 @@ def answers(
 def test_greedy_text_equals_generate(kind: str) -> None:
     """Catches image features or their positions lost, tokens behind an image at their slots' positions, masks that hide
     image tokens from each other, a row's images given to the row that follows it, and the vision part run with causal
-    attention, and heads that read states of the vision part: with chains, a tree, lookups and early exits. The text
-    must depend on the image, else none of that was tried."""
+    attention: with chains, a tree, lookups and drafts in the target's own layers.
+
+    The text must depend on the image, else none of that was tried.
+    """
     model, prompts = vision_model(kind), prompts_of(kind)
-    want = [generated(model, prompt, NEW) for prompt in prompts]
+    want = [generated(model, prompt, 20) for prompt in prompts]
     other = image_prompt(kind, 3, 5, 1)
     assert other.images is not None
     pixels = {"pixel_values": other.images["pixel_values"] + 1.0}
-    assert generated(model, Prompt(other.ids, other.images | pixels), NEW) != want[0]
+    assert generated(model, Prompt(other.ids, other.images | pixels), 20) != want[0]
     target = vision_target(model)
     moved = build_runner(noisy(model, 0.01))
-    drafts: list[Draft | None] = [CausalDraft(moved, shape=DynamicTree(width=3, nodes=9))]
-    if kind in FEW:
-        drafts += [None, NgramDraft(), CausalDraft(moved), EarlyExitDraft(target, 2)]
-    for draft in [random_draft("eagle3", target), *drafts]:
+    drafts = [
+        None,
+        NgramDraft(),
+        CausalDraft(moved),
+        CausalDraft(moved, shape=DynamicTree(width=3, nodes=9)),
+        EarlyExitDraft(target, 2),
+    ]
+    for draft in drafts:
         assert answers(target, draft, prompts, rows=2) == want, draft and draft.name
+
+
+@pytest.mark.parametrize("kind", slow_except(VARIANTS, FEW[:1]))
+def test_eagle_keeps_the_text(kind: str) -> None:
+    """Catches a head that reads states of another width or of the vision part's layers."""
+    model, prompts = vision_model(kind), prompts_of(kind)
+    target = vision_target(model)
+    want = [generated(model, prompt, 20) for prompt in prompts]
+    assert answers(target, random_draft("eagle3", target), prompts) == want
 
 
 STATES_AS_HF = [kind for kind in VARIANTS if kind != "qwen3_vl"]
@@ -119,7 +133,7 @@ def test_planted_bugs_change_the_text(bug: str, monkeypatch: pytest.MonkeyPatch)
     image tokens that do not see the later ones."""
     kind = "gemma3" if bug == "causal" else "qwen2_5_vl"
     model, prompts = vision_model(kind), prompts_of(kind)
-    want = [generated(model, prompt, NEW) for prompt in prompts]
+    want = [generated(model, prompt, 20) for prompt in prompts]
     target = vision_target(model)
     assert answers(target, None, prompts) == want
     images: list[Any] = [prompt.images for prompt in prompts]
@@ -137,7 +151,7 @@ def test_a_row_of_text_after_one_with_an_image_has_plain_positions() -> None:
     """Catches positions of the row's last prompt that stay."""
     model = vision_model("qwen2_5_vl")
     target, prompts = vision_target(model), [image_prompt("qwen2_5_vl", 2, 3), text_prompt(7, 1)]
-    want = [generated(model, prompt, NEW) for prompt in prompts]
+    want = [generated(model, prompt, 20) for prompt in prompts]
     assert answers(target, None, prompts, rows=1) == want
     assert answers(target, None, prompts[1:]) == want[1:]
 
@@ -146,7 +160,7 @@ def test_a_text_model_drafts_for_a_vision_language_target() -> None:
     """Catches a small LM of the same vocabulary that breaks on placeholders."""
     model, prompts = vision_model("llava"), prompts_of("llava")
     draft = CausalDraft(ModelRunner(tiny_model("llama", seed=3)))
-    want = [generated(model, prompt, NEW) for prompt in prompts]
+    want = [generated(model, prompt, 20) for prompt in prompts]
     assert answers(vision_target(model), draft, prompts) == want
 
 
@@ -163,6 +177,9 @@ def test_llama4_ends_with_its_first_chunk() -> None:
     assert build_runner(scaled).context == 31
 
 
+# ---- what is refused ----
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "paligemma": (
         {"text_config": TEXT | {"model_type": "gemma"}, "projection_dim": 32, "image_token_index": 90}
@@ -170,8 +187,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attends to later tokens",
     ),
     "lfm2_vl": (
-        {"text_config": TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}}
-        | {"vision_config": VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}},
+        {
+            "text_config": TEXT
+            | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+            "vision_config": VISION | {"model_type": "siglip2_vision_model", "num_patches": 16},
+        },
         "conv layers",
     ),
 }  # fmt: skip
@@ -200,6 +220,9 @@ def test_images_that_cannot_be_read_are_refused() -> None:
     inputs = {k: v for k, v in prompt.images.items() if k != "mm_token_type_ids"}
     with pytest.raises(UserError, match="needs mm_token_type_ids"):
         answers(target, None, [Prompt(prompt.ids, inputs)])
+
+
+# ---- from files ----
 
 
 TEMPLATE = (
@@ -265,4 +288,4 @@ def test_a_folder_is_loaded_whole(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder)
     text = Prompt(target.tokenizer("def f(x):")["input_ids"], None)
     target = dataclasses.replace(target, eos=frozenset())
-    assert answers(target, None, [text]) == [generated(model, text, NEW)]
+    assert answers(target, None, [text]) == [generated(model, text, 20)]
