@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import decode
+from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.drafts.test_token_trees import BUSHY
-from tests.decode.engine.test_compile import make
 from tests.decode.engine.test_engine import PROMPTS, hf_text, texts
+from tests.heads import random_draft
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
@@ -60,22 +62,34 @@ def test_a_draft_without_numbers_is_said(shape: Any, sampling: SamplingParams) -
         decode(tiny_target(model), draft, PROMPTS, k=3, max_new_tokens=12, sampling=sampling)
 
 
+def heads(name: str, target: Target) -> Draft:
+    near = ModelRunner(noisy(target.runner.model, 0.01))
+    return {
+        "causal": CausalDraft(near),
+        "bushy": CausalDraft(near, shape=BUSHY),
+        "tree": CausalDraft(near, shape=DynamicTree(3, 8)),
+        "eagle1": random_draft("eagle1", target),
+        "eagle3": random_draft("eagle3", target, DynamicTree(3, 8)),
+        "medusa": random_draft("medusa", target),
+    }[name]
+
+
 @pytest.mark.parametrize("name", ["medusa", "eagle1"])
 def test_heads_without_numbers_are_said(name: str) -> None:
     """Catches heads whose weights are NaN: they load, and every token of theirs would be accepted."""
     target = tiny_target(tiny_model("llama"))
-    draft: Any = make(name, target)
+    draft: Any = heads(name, target)
     with torch.no_grad():
         next(iter(draft.net.parameters())).fill_(float("nan"))
     with pytest.raises(UserError, match="the draft gives NaN"):
         decode(target, draft, PROMPTS, k=2, max_new_tokens=4, sampling=SAMPLINGS["sampled"])
 
 
-CASES = [("causal", 1), ("dynamic", 2), ("eagle3", 4), ("static", 4), ("eagle1", 1), ("medusa", 2)]
-CASES += [("causal", 4), ("dynamic", 1)]
+CASES = ["causal", "bushy", "tree", "eagle1", "eagle3", "medusa"]
 
 
-@pytest.mark.parametrize(("name", "left"), slow_except(CASES, CASES[:3]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["causal", "tree", "eagle3"]))
+@pytest.mark.parametrize("left", [1, 2, 4])
 def test_drafts_reach_beyond_the_context(name: str, left: int) -> None:
     """Catches K tokens drafted where the context has room for fewer: wrong text, an index out of range, rounds that
     accept what cannot be committed."""
@@ -83,8 +97,8 @@ def test_drafts_reach_beyond_the_context(name: str, left: int) -> None:
     model = tiny_model("llama", max_position_embeddings=context)
     target = tiny_target(model)
     prompts = tiny_prompts(context - left, 5, context - left)
-    k = 3 if name in ("static", "medusa") else 12
-    outputs = decode(target, make(name, target), prompts, k=k, max_new_tokens=99)
+    k = 3 if name in ("bushy", "medusa") else 12
+    outputs = decode(target, heads(name, target), prompts, k=k, max_new_tokens=99)
     assert texts(outputs) == [hf_text(model, prompt, max_length=context) for prompt in prompts]
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(prompt) + len(output.output_ids) == context

@@ -5,14 +5,20 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.model.kv_cache import StaticKVLayer
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
-from tests.decode.engine.test_compile import make
-from tests.tiny import tiny_model, tiny_prompts, tiny_target
+from decode.verification.tree import DynamicTree
+from tests.heads import random_draft
+from tests.params import slow_except
+from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
-SHORT, LONG = tiny_prompts(9, 4, 12, 7), tiny_prompts(440)
+SHORT, LONG = tiny_prompts(9, 4, 12, 7, 10, 5), tiny_prompts(440)
 SAMPLED = SamplingParams(0.8)
 
 
@@ -32,13 +38,19 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "arch"),
-    [
-        ("causal", 2, "gemma3_text"), ("plain", len(SHORT), "gemma3_text"), ("eagle3", 0, "llama"),
-        ("dynamic", len(SHORT), "llama"), ("eagle3", 2, "gemma3_text"),
-    ],
-)  # fmt: skip
+def make(name: str, target: Target) -> Draft | None:
+    near = ModelRunner(noisy(target.runner.model, 0.01))
+    return {
+        "plain": None,
+        "causal": CausalDraft(near),
+        "tree": CausalDraft(near, shape=DynamicTree(3, 8)),
+        "eagle3": random_draft("eagle3", target, DynamicTree(3, 8)),
+    }[name]
+
+
+@pytest.mark.parametrize("arch", slow_except(["llama", "gemma3_text"], ["gemma3_text"]))
+@pytest.mark.parametrize("name", ["plain", "causal", "tree", "eagle3"])
+@pytest.mark.parametrize("place", [0, 2, len(SHORT)])
 def test_short_rows_do_not_attend_to_the_length_of_a_long_one(
     name: str, place: int, arch: str, attended: list[int]
 ) -> None:
@@ -47,7 +59,7 @@ def test_short_rows_do_not_attend_to_the_length_of_a_long_one(
     target = tiny_target(tiny_model(arch, max_position_embeddings=600))
     draft = make(name, target)
     prompts = [*SHORT[:place], *LONG, *SHORT[place:]]
-    settings = {"max_new_tokens": 16, "k": 3, "sampling": SAMPLED, "seeds": list(range(5))}
+    settings = {"max_new_tokens": 16, "k": 3, "sampling": SAMPLED, "seeds": list(range(7))}
     outputs = decode(target, draft, prompts, rows=2, **settings)
     seen = list(attended)
     for prompt, seed, output in zip(prompts, settings["seeds"], outputs, strict=True):
