@@ -282,18 +282,35 @@ def drafts_of(target: Target, folder: Path) -> dict[str, Draft | None]:
     }
 
 
+def assert_equal_but_for_ties(
+    model: Any, prompts: list[list[int]], found: list[list[int]], wanted: list[list[int]]
+) -> None:
+    """A last bit of attention, which passes of different widths differ in, flips a rounding where two tokens are near
+    each other: the first difference of a text must be one between such tokens."""
+    for prompt, one, other in zip(prompts, found, wanted, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if at is None:
+            assert one == other
+        else:
+            gap, noise = measure_pair(model, prompt, other[:at], (one[at], other[at]), 3)
+            assert abs(gap) <= noise, (one, other)
+
+
 def test_text_with_a_draft_is_the_target_s_own(folder: Path) -> None:
     """Bug: layers that a decoder replaces lose their kind, or drafts read weights that are packed."""
     target = load_target(str(folder), "cpu", "w8a8")
     prompts = tiny_prompts(5, 9, vocab=97)
     settings: dict[str, Any] = {"k": 3, "max_new_tokens": 24}
     plain = texts(decode(target, None, prompts, **settings))
-    for name, draft in drafts_of(target, folder).items():
-        assert texts(decode(target, draft, prompts, **settings)) == plain, name
     model = load_model(str(folder), "target", "cpu", "w8a8")
-    for prompt, wanted in zip(prompts, plain, strict=True):
-        made = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
-        assert made[0, len(prompt) :].tolist() == wanted
+    for draft in drafts_of(target, folder).values():
+        found = texts(decode(target, draft, prompts, **settings))
+        assert_equal_but_for_ties(model, prompts, found, plain)
+    made = [
+        model.generate(torch.tensor([x]), max_new_tokens=24, do_sample=False)[0, len(x) :].tolist()
+        for x in prompts
+    ]
+    assert_equal_but_for_ties(model, prompts, made, plain)
     assert target.describe().rounding == " in w8a8"
 
 
