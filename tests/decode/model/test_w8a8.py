@@ -303,6 +303,9 @@ def test_text_with_a_draft_is_the_target_s_own(folder: Path) -> None:
     settings: dict[str, Any] = {"k": 3, "max_new_tokens": 24}
     plain = texts(decode(target, None, prompts, **settings))
     model = load_model(str(folder), "target", "cpu", "w8a8")
+    model.set_attn_implementation(
+        "eager"
+    )  # Gemma 2's other one has no cap on its scores in transformers 5.17
     for draft in drafts_of(target, folder).values():
         found = texts(decode(target, draft, prompts, **settings))
         assert_equal_but_for_ties(model, prompts, found, plain)
