@@ -74,7 +74,7 @@ def check(s: FidelityConfig) -> None:
         raise UserError("tasks is empty: give at least one, or samples")
     if load_config(s.target, "target", s.revision).is_encoder_decoder:
         raise UserError(f"target {s.target!r} is an encoder-decoder: give a causal one")
-    if s.samples and not sorted(Path(s.samples, "shards").glob("*.parquet")):
+    if s.samples and not shard_files(s.samples):
         raise UserError(f"samples {s.samples!r} holds no shards: give a folder of train/sample.py")
 
 
@@ -97,10 +97,14 @@ def answered_texts(s: FidelityConfig, target: Target) -> list[AnsweredText]:
     ]
 
 
+def shard_files(samples: str) -> list[Path]:
+    return sorted(Path(samples, "shards").glob("*.parquet"))
+
+
 def sampled_texts(s: FidelityConfig, target: Target) -> Iterator[AnsweredText]:
     """Those of a sampled set that fit the context. UserError for another tokenizer's, and for damaged shards."""
     taken = 0
-    for shard in sorted(Path(s.samples, "shards").glob("*.parquet")):
+    for shard in shard_files(s.samples):
         try:
             rows = pq.read_table(shard, columns=["input_ids", "loss_spans"]).to_pylist()
         except Exception as error:  # pyarrow raises several kinds

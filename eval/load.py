@@ -168,8 +168,8 @@ async def vllm_drafts(http: httpx2.AsyncClient, url: str) -> tuple[int, int] | N
     return counts.drafted, counts.accepted
 
 
-def add_drafts(answers: Sequence[Answer]) -> tuple[int, int] | None:
-    counts = [answer.drafts for answer in answers if answer.drafts]
+def add_drafts(of: Sequence[Answer] | Sequence[Level]) -> tuple[int, int] | None:
+    counts = [one.drafts for one in of if one.drafts]
     return (sum(n for n, _ in counts), sum(n for _, n in counts)) if counts else None
 
 
@@ -242,7 +242,7 @@ def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
     ratios = [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, own, strict=True)]
     texts = {answer.prompt: answer.text for answer in plain[0].answers}
     pairs = [(texts[a.prompt], a.text) for a in own[0].answers if a.prompt in texts]
-    drafts = [level.drafts for level in own if level.drafts]
+    drafted, accepted = add_drafts(own) or (None, None)
     return {
         "tokens_per_second": median(level.tokens_per_second for level in own),
         "latency_median": median(level.latency(0.5) for level in own),
@@ -251,8 +251,8 @@ def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
         "speedup_range": [min(ratios), max(ratios)],
         "equal_texts": sum(a == b for a, b in pairs),
         "compared_texts": len(pairs),
-        "drafted": sum(n for n, _ in drafts) if drafts else None,
-        "accepted": sum(n for _, n in drafts) if drafts else None,
+        "drafted": drafted,
+        "accepted": accepted,
         "failed": sum(level.failed for level in own),
     }
 

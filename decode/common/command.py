@@ -163,11 +163,11 @@ def note_error(line: str) -> None:
     """Leaves the error for torchrun, whose report ends with the one of the process that it saw failing first."""
     file = _error_file()
     if file is not None:
-        stamp = {"py_callstack": redact(line), "timestamp": str(int(time.time()))}
-        with suppress(
-            OSError
-        ):  # a full disk, or no folder of the launcher: the report then says less
-            file.write_text(json.dumps({"message": {"message": redact(line), "extraInfo": stamp}}))
+        text = redact(line)
+        stamp = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        # A full disk, or no folder of the launcher: its report then says less.
+        with suppress(OSError):
+            file.write_text(json.dumps({"message": {"message": text, "extraInfo": stamp}}))
 
 
 def _error_file() -> Path | None:

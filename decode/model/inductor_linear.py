@@ -36,11 +36,13 @@ def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @register_lowering(torch.ops.draftsmith.packed_linear, type_promotion_kind=None)
 def _(x: Any, packed: Any, bias: Any) -> Any:
-    """The call of oneDNN, without Python's way through the operation above."""
-    product = fallback_handler(
-        torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False
-    )
-    return once(lambda: product(x, packed, bias, "none", [], ""))
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return once(lambda: call(product, x, packed, bias, "none", [], ""))
+
+
+def call(operation: Any, *given: Any) -> Any:
+    """The operation itself in the code that inductor writes, without Python's way through one of ours around it."""
+    return fallback_handler(operation, add_to_fallback_set=False)(*given)
 
 
 def once(multiply: Callable[[], Any]) -> Any:

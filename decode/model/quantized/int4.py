@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import register_lowering
 
+from decode.model.inductor_linear import call
 from decode.model.quantized.layers import QuantizedLinear
 
 GROUP = 32
@@ -49,9 +50,7 @@ def _(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
 
 @register_lowering(torch.ops.draftsmith.int4_linear, type_promotion_kind=None)
 def _(x: Any, packed: Any, group: int, scales: Any) -> Any:
-    """The call without Python's way through the operation above."""
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return fallback_handler(product, add_to_fallback_set=False)(x, packed, group, scales)
+    return call(torch.ops.aten._weight_int4pack_mm_for_cpu.default, x, packed, group, scales)
 
 
 class Int4Linear(QuantizedLinear):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import register_lowering
 
 from decode.common.errors import UserError
+from decode.model.inductor_linear import call
 from decode.model.quantized.layers import QuantizedLinear
 
 LARGEST = 127
@@ -94,16 +95,13 @@ def _(numbers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
 
 @register_lowering(torch.ops.draftsmith.int8_linear, type_promotion_kind=None)
 def _(numbers: Any, weight: Any, scale: Any, zeros: Any) -> Any:
-    """oneDNN's call without Python's way through the operation above, where weights are packed."""
+    """oneDNN's product where weights are packed, else the operation above."""
     if not has_int8_products():
-        operation = torch.ops.draftsmith.int8_linear.default
-        return fallback_handler(operation, add_to_fallback_set=False)(numbers, weight, scale, zeros)
-    product = fallback_handler(
-        torch.ops.onednn.qlinear_pointwise.default, add_to_fallback_set=False
-    )
-    return product(
-        numbers, 1.0, ZERO_POINT, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
+        return call(torch.ops.draftsmith.int8_linear.default, numbers, weight, scale, zeros)
+    product = torch.ops.onednn.qlinear_pointwise.default
+    return call(
+        product, numbers, 1.0, ZERO_POINT, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )  # fmt: skip
 
 
 # ---- the layer ----
