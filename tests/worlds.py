@@ -41,7 +41,7 @@ ENV = {
 }
 CONTEXT = 512  # longer than any bundled prompt in bytes
 EOS = list(range(12))  # many, so that answers of a random model end at all lengths
-PATIENCE = 600  # seconds: for a hang, not for a slow machine
+PATIENCE = 600  # seconds: for a hang, not for a slow machine; a fork then says where it is and ends
 
 
 @dataclass(frozen=True)
@@ -200,26 +200,24 @@ def started(
         process.communicate()
 
 
-class Fork:
-    """A command in a fork of this process: one to kill, or one of several, without the seconds of a start of Python.
+FORKS = multiprocessing.get_context("forkserver")
+# Imported once, by the process that is forked: it runs nothing and so has neither threads nor locks.
+FORKS.set_forkserver_preload(["tests.worlds", "train.training", "train.answering", "peft"])
 
-    Its hashes of strings are those of this process: where an order could hang on them, `started` shows it."""
+
+class Fork:
+    """A command in a fork of a process that has imported what commands import, and has done nothing else.
+
+    A fork of the tests' own process would now and then wait for ever, for a lock of a thread that it does not have.
+    """
 
     def __init__(self, env: dict[str, str], *words: str):
-        self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
-        self.process = multiprocessing.get_context("fork").Process(
-            target=self._run, args=(env, words)
-        )
-        self.process.start()
-
-    def _run(self, env: dict[str, str], words: Sequence[str]) -> None:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ.update({**ENV, **env})
-        sys.argv, (sys.stdout, sys.stderr) = [*words], self.streams
-        faulthandler.enable(self.streams[1])
-        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        self.streams = [tempfile.NamedTemporaryFile("r+") for _ in range(2)]  # noqa: SIM115
+        names = [stream.name for stream in self.streams]
+        env = {**os.environ, **ENV, **env}
+        self.process = FORKS.Process(target=_run_forked, args=(env, words, names))
+        with mock.patch.dict(os.environ, {**ENV, "PYTHONPATH": str(ROOT)}):
+            self.process.start()
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -232,11 +230,8 @@ class Fork:
         os.kill(self.process.pid, number)
 
     def wait(self) -> int:
-        """Its exit code. One that hangs is aborted, and then says in its stderr where it was."""
-        self.process.join(PATIENCE)
-        if self.process.exitcode is None:
-            self.send(signal.SIGABRT)
-            self.process.join()
+        """Its exit code."""
+        self.process.join()
         return int(self.process.exitcode or 0)
 
     def end(self) -> Done:
@@ -245,6 +240,17 @@ class Fork:
             stream.seek(0)
         out, err = (stream.read() for stream in self.streams)
         return Done(code, out, err)
+
+
+def _run_forked(env: dict[str, str], words: Sequence[str], streams: Sequence[str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    for number, name in enumerate(streams, 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+    faulthandler.enable(sys.stderr)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    sys.argv = [*words]
+    runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
 
 @contextmanager
