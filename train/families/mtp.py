@@ -4,7 +4,6 @@ DeepSeek-AI, arXiv 2412.19437, section 2.2. One layer is run `steps` times, from
 in decoding. It learns the target's distribution, not the next word of the data.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,14 +34,8 @@ from train.families.settings.mtp import MtpSettings
 
 
 def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:
-    net = init_mtp(s, context.target, context.device)
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        weights = context.config.weights
-        return MtpTrainer(net, head, embedding, context.criterion(), weights, s.steps)  # type: ignore[arg-type]
-
-    config = mtp_config(context.target)
-    return TrainableMtp(context, net, config, loss, lambda: MtpDraft(net, context.target, s.family))
+    net, config = init_mtp(s, context.target, context.device), mtp_config(context.target)
+    return TrainableMtp(context, s, net, config, MtpTrainer, MtpDraft)
 
 
 class MtpTrainer(EagleTrainer):
