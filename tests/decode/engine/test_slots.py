@@ -48,7 +48,9 @@ def make(name: str, target: Target) -> Draft | None:
     }[name]
 
 
-CASES = pairwise(["causal", "plain", "tree", "eagle3"], [2, 0, len(SHORT)], ["gemma3_text", "llama"])
+CASES = pairwise(
+    ["causal", "plain", "tree", "eagle3"], [2, 0, len(SHORT)], ["gemma3_text", "llama"]
+)
 
 
 @pytest.mark.slow
