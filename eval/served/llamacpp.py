@@ -172,6 +172,6 @@ def compare_with_llamacpp(s: LlamaCppParityConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32", "reduced_vocabulary": reduced,
     }  # fmt: skip
-    sys.stdout.write(parity.result_line(head, found, totals, s.out) + "\n")
+    parity.write_comparison(head, found, totals, s.out)
     if found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
         sys.exit(1)
