@@ -1,6 +1,7 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -171,13 +172,16 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
     s = work.s
     batches = len(work.timing.batches(s.batch_size))
     bar = work.progress.add_task(f"temperature {temperature:g}", total=batches)
-    others = baselines.interleaved_baselines(
-        s, work.target, work.model, work.methods[1:], work.timing.sampling(temperature)
-    )
-    result = timing.time_methods(
-        work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
-        partial(work.progress.advance, bar), others,
-    )  # fmt: skip
+    context = max(len(item.prompt_ids) for item in work.items) + s.max_new_tokens
+    sampling = work.timing.sampling(temperature)
+    with ExitStack() as block:
+        others = baselines.interleaved_baselines(
+            s, work.target, work.model, work.methods[1:], sampling, context, block
+        )
+        result = timing.time_methods(
+            work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
+            partial(work.progress.advance, bar), others,
+        )  # fmt: skip
     for method, records in result.records.items():
         if not records:
             error = result.failures[method][0].error

@@ -78,7 +78,8 @@ def run_llamacpp(
         write = write_gguf if family == "causal" else gguf_heads.write_head
         write(s.draft, draft, target=s.target)
         kind, context = LLAMACPP.method(family), min(target.runner.context, longest)
-        with llama_server.llama_server(server, served, draft, kind, s.k, context) as url:
+        options = [*llama_server.draft_options(draft, kind, s.k), *llama_server.EXACT]
+        with llama_server.llama_server(server, served, context, options) as url:
             return [
                 llama_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k) for item in items
             ]
