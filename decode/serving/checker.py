@@ -4,7 +4,7 @@ import warnings
 
 from decode.common.errors import UserError
 from decode.serving.engine import ServingEngine
-from decode.serving.hf_engine import TRANSFORMERS
+from decode.serving.hf_engine import TGI, TRANSFORMERS
 from decode.serving.llamacpp_engine import LLAMACPP
 from decode.serving.rules import (
     COMMON_RULES,
@@ -18,7 +18,7 @@ from decode.serving.rules import (
 from decode.serving.sglang_engine import SGLANG
 from decode.serving.target_outline import load_without_target
 from decode.serving.trtllm_engine import TRTLLM
-from decode.serving.vllm_engine import VLLM
+from decode.serving.vllm_engine import TRITON, VLLM
 
 ENGINES: dict[str, ServingEngine] = {
     "vllm": VLLM,
@@ -28,6 +28,8 @@ ENGINES: dict[str, ServingEngine] = {
     "transformers": TRANSFORMERS,
 }
 """The engines whose rules are known, by their names in settings."""
+ENGINES_OF_CARD = (VLLM, TRITON, SGLANG, TRTLLM, LLAMACPP, TGI, TRANSFORMERS)
+"""Those that a published draft's card has files for, in its order."""
 
 DECODER_RULE, UNCHECKED = "decoder", "unchecked"  # names of findings that no table of rules has
 

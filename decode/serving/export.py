@@ -44,8 +44,8 @@ ExportedFiles = tuple[dict[str, Any], Tensors, str]
 
 
 def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
-    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one. Other checkpoints
-    as they are. UserError if the target is needed and not given."""
+    """Medusa heads that use the target's lm_head, with a copy of it: engines refuse heads without one. Other
+    checkpoints as they are. UserError if the target is needed and not given."""
     if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
         return checkpoint
     if not target:
@@ -59,7 +59,7 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
 
 
 def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
-    """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    """Our layout. UserError for EAGLE-3 heads that no flat config describes to all engines."""
     checkpoint = with_lm_head(checkpoint, target)
     config, tensors = checkpoint.config, checkpoint.tensors
     if checkpoint.family != "eagle3":
@@ -96,7 +96,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
     outer = {key: config[key] for key in eagle_layouts.OUTER_KEYS if key in config}
     method = {"proposal_type": "greedy", "speculative_tokens": k}
     nested = {
-        # No model_type: with one vLLM does not read the other keys.
+        # No model_type: with one the other keys are not read.
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **outer,

@@ -352,7 +352,9 @@ class EngineResult(Measured):
     same_as_ours: int | None = None
     failed: list[FailedPrompt] = field(default_factory=list)
     transformers: Version | None = None
-    repaired: list[Name] = field(default_factory=list)  # functions of vLLM that were corrected
+    repaired: list[Name] = field(
+        default_factory=list
+    )  # functions of the engine that were corrected
 
 
 @dataclass(frozen=True)
