@@ -151,7 +151,7 @@ class PEagleDraft(EagleDraft):
         inputs = self.net.init_state(torch.cat([states, hidden.to(states.dtype)], 1))
         self.kv_cache.slots.set_positions(length - 1 - tokens.shape[1], tokens.shape[1] + depth - 1)
         found = self._forward(inputs, torch.cat([tokens, masks], 1))[:, -depth:]
-        logits = self._logits(found)
+        logits = self.net.logits(found)
         step, first = level_step(logits), logits[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 

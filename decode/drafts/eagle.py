@@ -142,9 +142,9 @@ class EagleDraft(CachedHead):
             base = length - 1 if nodes is None else length - 2
             self.kv_cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
             state = self._forward(before, tokens)
-            return self._logits(state)
+            return self.net.logits(state)
 
-        first = self._logits(state)[:, 0]
+        first = self.net.logits(state)[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
@@ -170,10 +170,6 @@ class EagleDraft(CachedHead):
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         return self.net.step(state, embeds, self._positions(), attend)
-
-    def _logits(self, state: Tensor) -> Tensor:
-        """[b, T, Vd]: of the tokens in the draft's vocabulary."""
-        return self.net.logits(state)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:

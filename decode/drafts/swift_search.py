@@ -91,20 +91,14 @@ class SkipSearch:
 
 def load_search(file: Path, layers: int) -> SkipSearch:
     """The search that `SkipSearch.save` wrote. UserError if the file is damaged or for another number of layers."""
-    return SkipSearch(layers, *read_search(file))
-
-
-def read_search(file: Path) -> tuple[SwiftConfig, SearchState]:
-    """Settings and state that `SkipSearch.save` wrote. UserError if the file is damaged."""
     content = read_json_object(file, "what a SWIFT draft saves", ["config", "state"])
     try:
         config, state = SwiftConfig(**content["config"]), SearchState(**content["state"])
         check_sets(state)
         state.history = state.history or list(state.tried.values())
-        check_ranges(config, "swift.")
-        return config, state
     except (TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: remove it, and the search starts anew") from error
+    return SkipSearch(layers, config, state)
 
 
 def check_sets(state: SearchState) -> None:
