@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import eagle_layouts, importers, layouts
-from decode.checkpoints.draft_folder import check_target, read_metadata
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
@@ -179,12 +179,8 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
 
 def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleModel, Target, str]:
     """(net, target, family) of a head in a folder or on the Hub; UserError as in `load`."""
-    path = importers.resolve_folder(path)
-    check_target(path, target)
-    found = importers.read_checkpoint(path)
-    config, tensors = found.config, dict(found.tensors)
-    metadata = read_metadata(path)
-    layouts.check_family(path, found.family, metadata.family or found.family)
+    path, found = importers.read_heads(path, target)
+    config, tensors, metadata = found.config, dict(found.tensors), read_metadata(path)
     hidden = target.runner.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.runner.vocab_size})
     check_arithmetic(config)

@@ -56,7 +56,6 @@ class SkipSearch:
 
     @property
     def finished(self) -> bool:
-        """No more sets are tried."""
         s, state = self.config, self.state
         out = len(state.tried) >= s.max_iterations or state.unimproved >= s.tolerance
         return not s.adaptive or out or state.score >= s.max_score
@@ -84,7 +83,6 @@ class SkipSearch:
         return better
 
     def save(self, file: Path) -> None:
-        """Writes settings and state as JSON."""
         content = {"config": asdict(self.config), "state": asdict(self.state)}
         write_atomically(file, json.dumps(content, indent=1) + "\n")
 

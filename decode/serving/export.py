@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import draft_folder, draft_vocab, eagle_layouts, importers, layouts
+from decode.checkpoints import draft_vocab, eagle_layouts, importers, layouts
 from decode.checkpoints.draft_folder import (
-    DraftMetadata,
     check_vocabulary,
     draft_sha256,
     read_metadata,
+    write_metadata,
 )
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
@@ -177,13 +177,6 @@ def export_hf(path: str, name: str, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:
-    """Writes draftsmith.json beside the copy, with the checksums of the copy and of the original."""
-    if metadata.is_known:
-        before, now = draft_sha256(path), draft_sha256(str(out))
-        draft_folder.write_metadata(out, replace(metadata, draft_sha256=now, exported_from=before))
-
-
 def export_draft(
     draft: str, layout: str, out: Path, given: str, k: int, dtype: FloatName
 ) -> list[str]:
@@ -222,8 +215,9 @@ def export_draft(
         else:
             checkpoint = importers.read_checkpoint(path)
             layouts.write_checkpoint(folder, *LAYOUTS[layout](checkpoint, target, k))
-        if layout != "gguf":  # a folder with a GGUF alone loads as that model
-            write_metadata(path, facts, folder)
+        if layout != "gguf" and facts.is_known:  # a folder with a GGUF alone loads as that model
+            before, now = draft_sha256(path), draft_sha256(str(folder))
+            write_metadata(folder, replace(facts, draft_sha256=now, exported_from=before))
     files = ", ".join(sorted(file.name for file in out.iterdir()))
     lines = [f"{family} in the {layout} layout: {files}"]
     vocab = draft_vocab.VOCAB_FILE

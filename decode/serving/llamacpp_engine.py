@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from decode.checkpoints.eagle_layouts import NORM_FLAGS
 from decode.checkpoints.layouts import VOCAB_MAPS
+from decode.model.formats.gguf_architectures import HEAD_NORMS, LAYER
 from decode.serving import checks
 from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.engine_logs import LLAMACPP_LOG
@@ -25,20 +26,10 @@ SPECULATIVE_CPP = "common/speculative.cpp"
 
 EAGLE3, DFLASH = ("eagle3",), ("dflash", "dspark")
 
-LAYER_TENSORS = {
-    f"layers.N.{name}.weight": f"blk.N.{stored}.weight"
-    for name, stored in {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }.items()
-}
+LAYER_TENSORS, HEAD_NORM_TENSORS = (
+    {f"layers.N.{ours}.weight": f"blk.N.{stored}.weight" for stored, ours in names.items()}
+    for names in (LAYER, HEAD_NORMS)
+)
 SHARED_TENSORS = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -54,9 +45,8 @@ EAGLE3_TENSORS = {
 DFLASH_TENSORS = {
     **SHARED_TENSORS,
     **LAYER_TENSORS,
+    **HEAD_NORM_TENSORS,
     "hidden_norm.weight": "enc.output_norm.weight",
-    "layers.N.self_attn.q_norm.weight": "blk.N.attn_q_norm.weight",
-    "layers.N.self_attn.k_norm.weight": "blk.N.attn_k_norm.weight",
 }
 DSPARK_TENSORS = {
     **DFLASH_TENSORS,

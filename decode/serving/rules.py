@@ -15,12 +15,7 @@ from decode.checkpoints.importers import LAYOUTS
 from decode.checkpoints.layouts import HeadConfig, Shapes, Tensors
 from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
-from decode.model.loading import (
-    load_config,
-    load_tokenizer,
-    stated_config,
-    tokenizer_fingerprint,
-)
+from decode.model.loading import load_config, load_tokenizer, stated_config, tokenizer_fingerprint
 
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
 """What the engine does: it stops with an error; it serves another function than was trained, without an error; it

@@ -170,11 +170,7 @@ def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
 
 METHODS: dict[
     str,
-    tuple[
-        Callable[[Config], str],
-        Callable[[str, Read, Config], Tensor | None],
-        tuple[str, ...],
-    ],
+    tuple[Callable[[Config], str], Callable[[str, Read, Config], Tensor | None], tuple[str, ...]],
 ] = {
     "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
     "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
