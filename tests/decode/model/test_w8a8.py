@@ -19,8 +19,8 @@ from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
-from decode.model.loading import Target, load_model, load_target, place_network
 from decode.model.inductor_linear import register_lowerings
+from decode.model.loading import Target, load_model, load_target, place_network
 from decode.model.quantized import w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
 from decode.model.quantized.int4 import Int4Linear, quantize_groups
