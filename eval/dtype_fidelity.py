@@ -1,7 +1,5 @@
 """What eval/fidelity.py does: it compares a target in several dtypes with itself in another one, token by token."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +213,5 @@ def report_fidelity(s: FidelityConfig) -> None:
         table.add_row(name, *map(cell, entries))
     console.print(table)
     facts = {"target": s.target, "reference": s.reference, "texts": texts, "tokens": tokens}
-    line = json.dumps(facts | {"dtypes": to_json(entries)} | to_json(provenance.collect()))
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    sys.stdout.write(line + "\n")
+    facts |= {"dtypes": to_json(entries), **to_json(provenance.collect())}
+    files.write_result(s.out, facts)

@@ -1,6 +1,7 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -177,13 +178,16 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
     s = work.s
     batches = len(work.timing.batches(s.batch_size))
     bar = work.progress.add_task(f"temperature {temperature:g}", total=batches)
-    others = baselines.interleaved_baselines(
-        s, work.target, work.model, work.methods[1:], work.timing.sampling(temperature)
-    )
-    result = timing.time_methods(
-        work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
-        partial(work.progress.advance, bar), others,
-    )  # fmt: skip
+    context = max(len(item.prompt_ids) for item in work.items) + s.max_new_tokens
+    sampling = work.timing.sampling(temperature)
+    with ExitStack() as block:
+        others = baselines.interleaved_baselines(
+            s, work.target, work.model, work.methods[1:], sampling, context, block
+        )
+        result = timing.time_methods(
+            work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
+            partial(work.progress.advance, bar), others,
+        )  # fmt: skip
     for method, records in result.records.items():
         if not records:
             error = result.failures[method][0].error
@@ -201,6 +205,7 @@ def _method_results(
     s = work.s
     named = {m.name: m for m in s.methods}
     prompts = {(item.task, item.id): item for item in work.items}
+    domains = {key: item.domain for key, item in prompts.items()}  # of what can be decoded
     scores = {
         method: {
             (r.task, r.id): answer_quality.score_answer(
@@ -224,7 +229,8 @@ def _method_results(
         sha256 = draft_sha256(path) if path else None
         mismatches = _greedy_mismatches(work, method, temperature, result, references)
         rounds = with_batch_rounds(result.records[method])
-        failures = [*work.undecodable, *result.failures[method]]
+        failed = [*work.undecodable, *result.failures[method]]
+        failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
         of_all = {
             **describe_method(s.methods, method, measured.get("mirror")),
             "draft": path or None,
@@ -265,7 +271,7 @@ def _method_results(
                     tokens_after_eos=sum(
                         count_tokens_after_eos(r.output_ids, work.target.eos) for r in own
                     ),
-                    failed=[f for f in failures if group.contains(f.task, domain_of(prompts, f))],
+                    failed=[f for f, domain in failures if group.contains(f.task, domain)],
                     quality=answer_quality.compare_answer_quality(
                         items, scores[method], scores[PLAIN_DECODING], s.seed
                     ),
@@ -278,12 +284,6 @@ def _method_results(
                 )
             )
     return found
-
-
-def domain_of(prompts: Mapping[tuple[str, str], TaskPrompt], failure: FailedPrompt) -> str:
-    """Empty for a prompt that no method can decode."""
-    item = prompts.get((failure.task, failure.id))
-    return "" if item is None else item.domain
 
 
 def _measure_steps(work: EvalContext, temperature: float) -> dict[str, dict[str, Any]]:

@@ -353,6 +353,10 @@ class EngineResult(Measured):
     failed: list[FailedPrompt] = field(default_factory=list)
     transformers: Version | None = None
     repaired: list[Name] = field(default_factory=list)  # functions of vLLM that were corrected
+    version: Omitted[Version] = None  # of llama.cpp
+    served: Omitted[Name] = (
+        None  # its GGUF file of the target, or the dtype in which that was written
+    )
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,13 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     """The grammar of all answers, of plain decoding too; none: any text. Needs llguidance."""
     compare: str = ""
     """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
-    generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), vllm."""
+    generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), llamacpp (its server:
+    plain, with each draft that it has too, and with its n-grams for each method ngram), vllm."""
+    llama_server: str = ""
+    """llama.cpp's server; empty: $LLAMA_SERVER, else llama-server in $PATH."""
+    llama_gguf: str = ""
+    """The target's GGUF file that llama.cpp serves, such as one in Q4_K_M; empty: `target`, if that is a GGUF file,
+    else its weights in `dtype`."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
     check_law: CountOrZero = 0

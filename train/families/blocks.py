@@ -104,12 +104,7 @@ def build_peagle(context: FamilyContext, s: PEagleSettings) -> TrainableDraft:
     size = target.runner.embedding_rows
     mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
     net, config = init_eagle3(context, s, counts, mask)
-    assert isinstance(net, Eagle3Model)
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        return PEagleTrainer(net, head, embedding, context, s)
-
-    draft = TrainableHead(context, net, config, loss, lambda: PEagleDraft(net, target, s.family))
+    draft = TrainableHead(context, s, net, config, PEagleTrainer, PEagleDraft)
     draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
         net.ids, counts
     )

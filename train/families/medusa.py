@@ -133,10 +133,6 @@ class TrainableMedusa2(TrainableMedusa):
             "original_target": target.describe(),
         }
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = model(batch)
-        return sums
-
     def save(self, folder: Path) -> None:
         """Also writes the new target to `folder`/target; the adapters are merged into it for good."""
         super().save(folder)

@@ -201,19 +201,6 @@ Teacher = LiveTeacher | CachedTeacher
 """What gives the target's hidden states and logits for a batch."""
 
 
-def make_teacher(
-    folder: FeatureFolder | None,
-    target: Target,
-    taps: HiddenStateSpec | None,
-    rows: Sequence[SampleRow],
-    states: StatesServerConfig | None = None,
-) -> Teacher:
-    """The teacher for these samples, running or cached. Without `taps` only its distributions are needed."""
-    if folder is None:
-        return running_teacher(target, taps, states)
-    return CachedTeacher(target, taps, rows, folder, states)
-
-
 def running_teacher(
     target: Target, taps: HiddenStateSpec | None, states: StatesServerConfig | None
 ) -> LiveTeacher:

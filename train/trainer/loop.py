@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from decode.common.command import DeferredStop
 from decode.common.errors import UserError
 from decode.common.memory import keep_freed_memory
-from decode.common.progress import ProgressBars, progress_bars
+from decode.common.progress import ProgressBars
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
@@ -326,8 +325,3 @@ def _accumulate_gradients(
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
     return totals
-
-
-def make_progress_bar(console: Console, shown: bool) -> ProgressBars:
-    """The progress bar of a training run: steps, loss, α, tokens per second and time left."""
-    return progress_bars(console, ("loss", "alpha", "speed"), disable=not shown)
