@@ -24,7 +24,6 @@ from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
-    build_methods,
     describe_method,
     fit_simulated_drafts,
     simulated_alpha,
@@ -92,14 +91,21 @@ class EvalContext:
 
 
 def evaluate(
-    s: EvalConfig, target: Target, journal: Journal, progress: Progress | ProgressLog
+    s: EvalConfig,
+    target: Target,
+    drafted: Sequence[Method],
+    journal: Journal,
+    progress: Progress | ProgressLog,
 ) -> tuple[EvalReport, list[tuple[str, float, DecodeRecord]]]:
-    """(the report, the records that it was computed from, as (method, temperature, record))."""
+    """(the report, the records that it was computed from, as (method, temperature, record)).
+
+    `drafted` are the methods of the settings (`build_methods`), beside which plain decoding is measured.
+    """
     items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
         first_bad = undecodable[0]
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
-    methods = [PLAIN_DECODING, *build_methods(s, target)]
+    methods = [PLAIN_DECODING, *drafted]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)

@@ -21,7 +21,7 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import ConstraintConfig, PlacedTargetSettings, TargetSettings
-from decode.common.template_choice import TemplateSetting
+from decode.common.template_choice import TemplateSetting, TrainedTemplate
 from decode.drafts.settings import CONFIDENCE, Milliseconds, MirrorConfig, SwiftConfig
 
 
@@ -141,9 +141,7 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     top_k: CountOrZero = 0
@@ -197,9 +195,7 @@ class TuneConfig(MeasuringSettings, TargetSettings):
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
@@ -246,9 +242,7 @@ class ForecastConfig(MeasuringSettings):
         default_factory=lambda: [Task(x, limit=8) for x in ("code", "prose", "arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     answers: Count = 1
     """Answers to each prompt above temperature 0."""
     max_new_tokens: Count = 64
@@ -291,9 +285,7 @@ class TransferConfig:
         default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
     )  # fmt: skip
     """The prompts; of chats the first turn, each with the target's own chat template."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     k: DraftLength = 4
     """Tokens drafted per round."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
