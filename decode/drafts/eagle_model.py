@@ -31,10 +31,11 @@ AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
 
 
-class EagleAttention(nn.Module):
-    """Llama's attention on inputs of width `width_in`."""
+class HeadAttention(nn.Module):
+    """Llama's attention on inputs of width `width_in`. If `normed`, queries and keys are normed in each head before the
+    rotation, as Qwen3's are."""
 
-    def __init__(self, config: LlamaConfig, width_in: int):
+    def __init__(self, config: LlamaConfig, width_in: int, normed: bool = False):
         super().__init__()
         self.size: int = config.head_dim  # type: ignore[assignment]
         heads: int = config.num_attention_heads
@@ -43,18 +44,21 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.size, eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(self.size, eps) if normed else nn.Identity()
 
     def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
-        k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
-        return apply_rotary(k, rotary), v
+        k = self.k_norm(self._split_heads(self.k_proj(x))).transpose(1, 2)
+        return apply_rotary(k, rotary), self._split_heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
-        q = apply_rotary(self._split_heads(self.q_proj(x)), rotary)
-        return self.o_proj(attend(q, *self.keys_values(x, rotary)).flatten(2))
+        q = self.q_norm(self._split_heads(self.q_proj(x))).transpose(1, 2)
+        return self.o_proj(attend(apply_rotary(q, rotary), *self.keys_values(x, rotary)).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.size)
 
 
 class Eagle3Layer(nn.Module):
@@ -69,7 +73,7 @@ class Eagle3Layer(nn.Module):
         self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
         self.input_layernorm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = EagleAttention(config, 2 * width)
+        self.self_attn = HeadAttention(config, 2 * width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
 
@@ -175,7 +179,7 @@ class Eagle1Layer(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.self_attn = EagleAttention(config, config.hidden_size)
+        self.self_attn = HeadAttention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 

@@ -123,12 +123,9 @@ class ModelRunner:
         if aux_layers != self.aux_layers:
             if self.hidden_state_hooks is not None:
                 self.hidden_state_hooks.remove()
-            self.hidden_state_hooks = self.aux_layers = (
-                None  # stays None if HiddenStateHooks raises
-            )
-            self.hidden_state_hooks = (
-                None if aux_layers is None else HiddenStateHooks(self.model, aux_layers)
-            )
+            self.hidden_state_hooks = self.aux_layers = None
+            if aux_layers is not None:  # which may raise
+                self.hidden_state_hooks = HiddenStateHooks(self.model, aux_layers)
             self.aux_layers = aux_layers
 
     def reserve(self, size: int) -> None:

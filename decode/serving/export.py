@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import draft_folder, draft_vocab, eagle_layouts, importers, layouts
+from decode.checkpoints import draft_vocab, eagle_layouts, importers, layouts
 from decode.checkpoints.draft_folder import (
-    DraftMetadata,
     check_vocabulary,
     draft_sha256,
     read_metadata,
+    write_metadata,
 )
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
@@ -44,8 +44,8 @@ ExportedFiles = tuple[dict[str, Any], Tensors, str]
 
 
 def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
-    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one. Other checkpoints
-    as they are. UserError if the target is needed and not given."""
+    """Medusa heads that use the target's lm_head, with a copy of it: engines refuse heads without one. Other
+    checkpoints as they are. UserError if the target is needed and not given."""
     if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
         return checkpoint
     if not target:
@@ -59,7 +59,7 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
 
 
 def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
-    """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    """Our layout. UserError for EAGLE-3 heads that no flat config describes to all engines."""
     checkpoint = with_lm_head(checkpoint, target)
     config, tensors = checkpoint.config, checkpoint.tensors
     if checkpoint.family != "eagle3":
@@ -96,7 +96,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
     outer = {key: config[key] for key in eagle_layouts.OUTER_KEYS if key in config}
     method = {"proposal_type": "greedy", "speculative_tokens": k}
     nested = {
-        # No model_type: with one vLLM does not read the other keys.
+        # No model_type: with one the other keys are not read.
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **outer,
@@ -177,13 +177,6 @@ def export_hf(path: str, name: str, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:
-    """Writes draftsmith.json beside the copy, with the checksums of the copy and of the original."""
-    if metadata.is_known:
-        before, now = draft_sha256(path), draft_sha256(str(out))
-        draft_folder.write_metadata(out, replace(metadata, draft_sha256=now, exported_from=before))
-
-
 def export_draft(
     draft: str, layout: str, out: Path, given: str, k: int, dtype: FloatName
 ) -> list[str]:
@@ -222,8 +215,9 @@ def export_draft(
         else:
             checkpoint = importers.read_checkpoint(path)
             layouts.write_checkpoint(folder, *LAYOUTS[layout](checkpoint, target, k))
-        if layout != "gguf":  # a folder with a GGUF alone loads as that model
-            write_metadata(path, facts, folder)
+        if layout != "gguf" and facts.is_known:  # a folder with a GGUF alone loads as that model
+            before, now = draft_sha256(path), draft_sha256(str(folder))
+            write_metadata(folder, replace(facts, draft_sha256=now, exported_from=before))
     files = ", ".join(sorted(file.name for file in out.iterdir()))
     lines = [f"{family} in the {layout} layout: {files}"]
     vocab = draft_vocab.VOCAB_FILE
