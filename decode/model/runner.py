@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,8 +167,8 @@ class ModelRunner:
                 torch.full_like(length, start), count, row=row, is_prefill=start == 0
             )
             last = length - 1 - start
-            place = all_rows, last.clamp(0, count - 1)  # one position of each row
-            with logits_only_at(self.model, lambda hidden, at=place: hidden[at][:, None]):
+            column = last.clamp(0, count - 1)
+            with logits_only_at(self.model, partial(_select_positions, all_rows, column)):
                 chunk_logits = self._forward(chunk)[:, 0]
             inside = (last >= 0) & (last < count)
             logits = torch.where(inside[:, None], chunk_logits, logits)
@@ -303,6 +304,11 @@ def spread_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., ids] = logits
     return full
+
+
+def _select_positions(row: Tensor, column: Tensor, hidden: Tensor) -> Tensor:
+    """[b, 1, H] one position of each row."""
+    return hidden[row, column][:, None]
 
 
 @contextmanager
