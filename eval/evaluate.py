@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,8 @@ class EvalContext:
     timing: TimingContext  # target and prompts
     journal: Journal
     progress: Progress | ProgressLog
+    references: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """The greedy answers of transformers' `generate`, by (task, id)."""
 
     @property
     def target(self) -> Target:
@@ -114,12 +116,13 @@ def evaluate(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
     )
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
-    references = _reference_outputs(work) if 0.0 in s.temperatures else {}
+    if 0.0 in s.temperatures:
+        _add_references(work)
     lines, entries = [], []
     results = {}
     for temperature in s.temperatures:
         result = results[temperature] = _time_all_methods(work, temperature)
-        entries += _method_results(work, temperature, result, references)
+        entries += _method_results(work, temperature, result)
         for method in methods:
             lines += [(method.name, temperature, record) for record in result.records[method]]
     drift = None
@@ -157,10 +160,8 @@ def evaluate(
     return report.with_models(), lines
 
 
-def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
-    """The greedy answers of transformers' `generate`, by (task, id)."""
+def _add_references(work: EvalContext) -> None:
     bar = work.progress.add_task("references", total=len(work.items))
-    references = {}
     for item in work.items:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
@@ -168,9 +169,8 @@ def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
             work.timing.grammar,
         )  # fmt: skip
         key = ["reference", item.task, item.id]
-        references[item.task, item.id] = work.journal.get_or_measure(key, answer)
+        work.references[item.task, item.id] = work.journal.get_or_measure(key, answer)
         work.progress.advance(bar)
-    return references
 
 
 def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
@@ -196,10 +196,7 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
 
 
 def _method_results(
-    work: EvalContext,
-    temperature: float,
-    result: TimingResult,
-    references: dict[tuple[str, str], list[int]],
+    work: EvalContext, temperature: float, result: TimingResult
 ) -> list[MethodResult]:
     """Of every method and group of prompts at this temperature."""
     s = work.s
@@ -227,7 +224,10 @@ def _method_results(
         own_settings, measured = named.get(method.name), steps.get(method.label, {})
         path = own_settings.draft if own_settings else ""
         sha256 = draft_sha256(path) if path else None
-        mismatches = _greedy_mismatches(work, method, temperature, result, references)
+        mismatches = None
+        # Of a simulated draft, right output proves nothing about a method.
+        if temperature == 0 and simulated_alpha(method) is None:
+            mismatches = _greedy_mismatches(work, method, result.records[method])
         rounds = with_batch_rounds(result.records[method])
         failed = [*work.undecodable, *result.failures[method]]
         failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
@@ -318,21 +318,13 @@ def _gpu_utilisation(work: EvalContext) -> float | None:
 
 
 def _greedy_mismatches(
-    work: EvalContext,
-    method: Method,
-    temperature: float,
-    result: TimingResult,
-    references: dict[tuple[str, str], list[int]],
-) -> list[greedy_equivalence.GreedyMismatch] | None:
-    """None above temperature 0, and for a simulated draft: that its output is right proves nothing about a method."""
-    if temperature > 0 or simulated_alpha(method) is not None:
-        return None
+    work: EvalContext, method: Method, records: Sequence[DecodeRecord]
+) -> list[greedy_equivalence.GreedyMismatch]:
     prompts = {(item.task, item.id): item for item in work.items}
-    records = result.records[method]
     return greedy_equivalence.find_mismatches(
         work.model,
         [prompts[r.task, r.id] for r in records],
-        [references[r.task, r.id] for r in records],
+        [work.references[r.task, r.id] for r in records],
         [r.output_ids for r in records],
         method.k,
     )

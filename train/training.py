@@ -194,10 +194,7 @@ def load_components(
 def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunComponents) -> Training:
     """Builds the optimisers, wraps the model for several processes, and sets where each step's rows come from."""
     trainable, rows, target = parts.trainable, parts.rows, parts.target
-    optimizers = build_optimizers(
-        trainable.model, trainable.muon_parameters, trainable.low_lr_parameters, s.loop
-    )
-    model, *optimizers = accelerator.prepare(trainable.model, *optimizers)
+    model, *optimizers = accelerator.prepare(trainable.model, *build_optimizers(trainable, s.loop))
     buffer = None
     if s.on_policy.share > 0:
         max_length = max_sample_length(s, target)

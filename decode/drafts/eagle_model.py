@@ -89,7 +89,24 @@ class Eagle3Layer(nn.Module):
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
 
 
-class Eagle3Model(nn.Module):
+class EagleNetwork(nn.Module):
+    """What the networks of EAGLE-1 and EAGLE-3 share: one layer, and an embedding of their own or the target's."""
+
+    layers: nn.ModuleList
+    embed_tokens: nn.Embedding | None
+
+    @property
+    def layer(self) -> Any:
+        """The only layer; checkpoints name it as a list."""
+        return self.layers[0]
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """[..., h] of token ids; `weight` is the target's embedding."""
+        own = self.embed_tokens
+        return F.embedding(tokens, weight if own is None else own.weight)
+
+
+class Eagle3Model(EagleNetwork):
     """`fc` combines three hidden states of the target; then one layer and an own head over `ids` of the vocabulary.
 
     `ids` [Vd] are the target's token ids that the head predicts, None for all; they are saved as the offsets d2t. A
@@ -133,17 +150,6 @@ class Eagle3Model(nn.Module):
         self.rotary = Fp32RotaryEmbedding(config)
         self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
-
-    @property
-    def layer(self) -> Eagle3Layer:
-        """The only layer; checkpoints name it as a list."""
-        return self.layers[0]  # type: ignore[return-value]
-
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """[..., h] of token ids; `weight` is the target's embedding."""
-        return F.embedding(
-            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
-        )
 
     def init_state(self, features: Tensor) -> Tensor:
         """[..., h]: the input state for the target's hidden states [..., 3H]."""
@@ -191,7 +197,7 @@ class Eagle1Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle1Model(nn.Module):
+class Eagle1Model(EagleNetwork):
     """`fc` and one layer map [e; f] to the next hidden state, from which the target's own head gives the logits.
 
     `head` is the target's, frozen and not part of this model; so is the embedding, unless `own_embedding`.
@@ -212,17 +218,6 @@ class Eagle1Model(nn.Module):
         self.layers = nn.ModuleList([Eagle1Layer(config)])
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
         self.rotary = Fp32RotaryEmbedding(config)
-
-    @property
-    def layer(self) -> Eagle1Layer:
-        """The only layer; checkpoints name it as a list."""
-        return self.layers[0]  # type: ignore[return-value]
-
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """[..., H] of token ids; `weight` is the target's embedding."""
-        return F.embedding(
-            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
-        )
 
     def init_state(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., H] unchanged."""

@@ -22,20 +22,10 @@ from decode.common.ranges import FloatName
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.causal import load_ids
 from decode.drafts.registry import draft_family
+from decode.model import loading
 from decode.model.fingerprint import TargetRecord
 from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.formats.gguf_files import gguf_folder
-from decode.model.loading import (
-    NUMBER_TYPES,
-    adapter_folder,
-    head_is_misstated,
-    load_config,
-    load_model,
-    load_target,
-    load_tokenizer,
-    model_folder,
-    tokenizer_fingerprint,
-)
 from decode.model.names import check_name
 from decode.serving import gguf_export, gguf_heads
 
@@ -50,7 +40,11 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
         return checkpoint
     if not target:
         raise UserError("these heads use the target's lm_head: give --target")
-    weight = load_model(target, "target", "cpu", "float32").get_output_embeddings().weight.detach()
+    weight = (
+        loading.load_model(target, "target", "cpu", "float32")
+        .get_output_embeddings()
+        .weight.detach()
+    )
     dtype = checkpoint.tensors["blocks.0.layers.0.weight"].dtype
     sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
     tensors = checkpoint.tensors | {"lm_heads.0.weight": weight.to(dtype)}
@@ -109,7 +103,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
             "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {
                 "name_or_path": target,
-                "architectures": list(load_config(target, "target").architectures or []),
+                "architectures": list(loading.load_config(target, "target").architectures or []),
             },
         },
     }
@@ -154,15 +148,15 @@ def export_hf(path: str, name: str, out: Path) -> None:
     tokenizer."""
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
-    target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
+    target, path = loading.load_target(name, "cpu"), loading.adapter_folder(path, "draft") or path
     check_vocabulary(path, target)
-    dtype = str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
-    model = load_model(path, "draft", "cpu", dtype)
+    dtype = str(loading.load_config(path, "draft").dtype or "float32").removeprefix("torch.")
+    model = loading.load_model(path, "draft", "cpu", dtype)
     size, wanted = model.get_output_embeddings().weight.shape[0], target.runner.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)
-    copied = size == wanted and Path(path).is_dir() and not head_is_misstated(path, "draft")
+    copied = size == wanted and Path(path).is_dir() and not loading.head_is_misstated(path, "draft")
     if copied and ids is None:
         for pattern in ("config.json", "generation_config.json", "model*.safetensors*"):
             for file in Path(path).glob(pattern):
@@ -173,7 +167,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
             draft_vocab.silence_other_tokens(model, ids)
         model.save_pretrained(out, safe_serialization=True)
     for pattern in TOKENIZER_FILES:
-        for file in Path(model_folder(name, "target")).glob(pattern):
+        for file in Path(loading.model_folder(name, "target")).glob(pattern):
             shutil.copyfile(file, out / file.name)
 
 
@@ -190,7 +184,9 @@ def export_draft(
         raise UserError(f"{out} is not empty: name a new folder with --out")
     if given:
         check_name(given, "target")
-    path = gguf_folder(draft, dtype=NUMBER_TYPES["float32"]) or importers.resolve_folder(draft)
+    path = gguf_folder(draft, dtype=loading.NUMBER_TYPES["float32"]) or importers.resolve_folder(
+        draft
+    )
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
@@ -210,7 +206,7 @@ def export_draft(
         elif layout == "hf":
             export_hf(draft, target, folder)
             if facts.is_known:  # the target's tokenizer may have more tokens
-                own = tokenizer_fingerprint(load_tokenizer(target))
+                own = loading.tokenizer_fingerprint(loading.load_tokenizer(target))
                 facts = replace(facts, tokenizer_hash=own)
         else:
             checkpoint = importers.read_checkpoint(path)

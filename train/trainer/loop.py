@@ -43,23 +43,14 @@ def lr_multiplier(step: int, s: LoopConfig) -> float:
     return (1 + s.min_lr) / 2 + (1 - s.min_lr) / 2 * math.cos(math.pi * progress)
 
 
-def build_optimizers(
-    model: torch.nn.Module,
-    matrices: Sequence[torch.nn.Parameter],
-    low_lr_parameters: Sequence[torch.nn.Parameter],
-    s: LoopConfig,
-) -> list[torch.optim.Optimizer]:
-    """AdamW for the trainable parameters of `model`, with a quarter of the rate for `low_lr_parameters`.
-
-    With `muon_lr` the parameters in `matrices` get Muon instead.
-    """
-    if s.muon_lr == 0:
-        matrices = []
-    taken = {id(p) for p in [*matrices, *low_lr_parameters]}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+def build_optimizers(draft: TrainableDraft, s: LoopConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for what is trained of the draft; with `muon_lr` its `muon_parameters` get Muon instead."""
+    matrices = draft.muon_parameters if s.muon_lr else []
+    taken = {id(p) for p in [*matrices, *draft.low_lr_parameters]}
+    rest = [p for p in draft.model.parameters() if p.requires_grad and id(p) not in taken]
     groups: list[dict[str, Any]] = [{"params": rest}]
-    if low_lr_parameters:
-        groups.append({"params": list(low_lr_parameters), "scale": 0.25})
+    if draft.low_lr_parameters:
+        groups.append({"params": list(draft.low_lr_parameters), "scale": 0.25})
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
     ]
