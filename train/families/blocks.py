@@ -1,4 +1,5 @@
-"""PARD in training: a small language model learns to read mask tokens (An et al., arXiv 2504.18583)."""
+"""PARD and P-EAGLE in training: a small language model (An et al., arXiv 2504.18583) or EAGLE-3's network (arXiv
+2602.01469) learns to read mask tokens."""
 
 from collections.abc import Callable
 from typing import Any
