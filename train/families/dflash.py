@@ -72,16 +72,9 @@ class DFlashTrainer(nn.Module):
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
         self.run = recomputed if s.activation_checkpointing else run_now
         self.retention = Retention(1.0, 1.0, anchors=s.anchors)
-        self.loss = BlockLoss(
-            context.criterion(),
-            context.config.weights,
-            head,
-            net.logits,
-            net.ids,
-            net.max_tokens,
-            len(embedding),
-            confidence=None if net.confidence_head is None else net.confidence,
-        )
+        confidence = None if net.confidence_head is None else net.confidence
+        vocab = len(embedding)
+        self.loss = BlockLoss(context, head, net.logits, net.ids, net.max_tokens, vocab, confidence)
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         net, ids = self.net, batch.input_ids

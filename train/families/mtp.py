@@ -20,7 +20,6 @@ from decode.model.masks import SlotMask
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
-    Config,
     FamilyContext,
     TrainableDraft,
     TrainableHead,
@@ -34,7 +33,11 @@ from train.families.settings.mtp import MtpSettings
 
 
 def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:
-    net, config = init_mtp(s, context.target, context.device), mtp_config(context.target)
+    net = init_mtp(s, context.target, context.device)
+    # config.json is the target's, without its folder's path.
+    fields = context.target.runner.model.config.to_dict()
+    config = {key: value for key, value in fields.items() if not key.startswith("_")}
+    config["num_nextn_predict_layers"] = 1
     return TrainableMtp(context, s, net, config, MtpTrainer, MtpDraft)
 
 
@@ -90,10 +93,3 @@ def init_mtp(s: MtpSettings, target: Target, device: str) -> MtpModel:
         nn.init.normal_(net.fc.weight, std=0.1 * width**-0.5)
         net.fc.weight[:, width:] += torch.eye(width)
     return net.to(device)
-
-
-def mtp_config(target: Target) -> Config:
-    """config.json of an MTP layer: that of its target, with its number of such layers and without the folder's path."""
-    fields: Config = target.runner.model.config.to_dict()
-    public = {key: value for key, value in fields.items() if not key.startswith("_")}
-    return public | {"num_nextn_predict_layers": 1}

@@ -25,10 +25,9 @@ from torch import Tensor
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.memory import keep_freed_memory
-from decode.common.progress import ProgressBars, progress_bars
+from decode.common.progress import ProgressBars, format_bytes, progress_bars
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
-from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
