@@ -11,6 +11,6 @@
 - serving: what other engines load, serve and log; engines that run
 - generate.py: the command that continues one prompt; continuation.py does it
 
-common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
+common <- model, verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
 <- distributed <- generate.py; nothing outside decode is imported.
 """

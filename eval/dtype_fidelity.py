@@ -1,18 +1,15 @@
 """What eval/fidelity.py does: it compares a target in several dtypes with itself in another one, token by token."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
 from decode.common import files, provenance
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from decode.common.typed_json import Estimate, to_json
 from decode.engine.engine import decode
@@ -27,6 +24,7 @@ from eval.metrics.bootstrap import Array, Ratio, paired_difference
 from eval.reporting.formatting import format_estimate, format_number
 from eval.settings.evaluation import FidelityConfig
 from eval.tasks.loading import load_fitting_prompts
+from eval.tasks.row_files import parquet_rows
 
 FIRST = 4
 """Positions at the start of a text that are reported apart."""
@@ -105,19 +103,14 @@ def sampled_texts(s: FidelityConfig, target: Target) -> Iterator[AnsweredText]:
     """Those of a sampled set that fit the context. UserError for another tokenizer's, and for damaged shards."""
     taken = 0
     for shard in shard_files(s.samples):
-        try:
-            rows = pq.read_table(shard, columns=["input_ids", "loss_spans"]).to_pylist()
-        except Exception as error:  # pyarrow raises several kinds
-            raise UserError(
-                f"{shard} cannot be read ({first_line(error)}): sample again"
-            ) from error
-        for row in rows:
-            spans = [np.arange(max(1, start), end) for start, end in row["loss_spans"]]
+        for row in parquet_rows(shard, ["input_ids", "loss_spans"]):
+            ids = row.fields["input_ids"]
+            spans = [np.arange(max(1, start), end) for start, end in row.fields["loss_spans"]]
             labels = np.concatenate(spans) if spans else np.arange(0)
-            if len(labels) == 0 or len(row["input_ids"]) > target.runner.context:
+            if len(labels) == 0 or len(ids) > target.runner.context:
                 continue
-            check_embedded(target.tokenizer, row["input_ids"], target.runner.embedding_rows)
-            yield AnsweredText(row["input_ids"], labels)
+            check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
+            yield AnsweredText(ids, labels)
             taken += 1
             if taken == s.limit:
                 return
@@ -220,7 +213,5 @@ def report_fidelity(s: FidelityConfig) -> None:
         table.add_row(name, *map(cell, entries))
     console.print(table)
     facts = {"target": s.target, "reference": s.reference, "texts": texts, "tokens": tokens}
-    line = json.dumps(facts | {"dtypes": to_json(entries)} | to_json(provenance.collect()))
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    sys.stdout.write(line + "\n")
+    facts |= {"dtypes": to_json(entries), **to_json(provenance.collect())}
+    files.write_result(s.out, facts)

@@ -1,7 +1,8 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
-    build_methods,
     describe_method,
     fit_simulated_drafts,
     simulated_alpha,
@@ -74,6 +74,8 @@ class EvalContext:
     timing: TimingContext  # target and prompts
     journal: Journal
     progress: Progress | ProgressLog
+    references: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """The greedy answers of transformers' `generate`, by (task, id)."""
 
     @property
     def target(self) -> Target:
@@ -91,14 +93,21 @@ class EvalContext:
 
 
 def evaluate(
-    s: EvalConfig, target: Target, journal: Journal, progress: Progress | ProgressLog
+    s: EvalConfig,
+    target: Target,
+    drafted: Sequence[Method],
+    journal: Journal,
+    progress: Progress | ProgressLog,
 ) -> tuple[EvalReport, list[tuple[str, float, DecodeRecord]]]:
-    """(the report, the records that it was computed from, as (method, temperature, record))."""
+    """(the report, the records that it was computed from, as (method, temperature, record)).
+
+    `drafted` are the methods of the settings (`build_methods`), beside which plain decoding is measured.
+    """
     items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
         first_bad = undecodable[0]
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
-    methods = [PLAIN_DECODING, *build_methods(s, target)]
+    methods = [PLAIN_DECODING, *drafted]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
@@ -107,12 +116,13 @@ def evaluate(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
     )
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
-    references = _reference_outputs(work) if 0.0 in s.temperatures else {}
+    if 0.0 in s.temperatures:
+        _add_references(work)
     lines, entries = [], []
     results = {}
     for temperature in s.temperatures:
         result = results[temperature] = _time_all_methods(work, temperature)
-        entries += _method_results(work, temperature, result, references)
+        entries += _method_results(work, temperature, result)
         for method in methods:
             lines += [(method.name, temperature, record) for record in result.records[method]]
     drift = None
@@ -150,10 +160,8 @@ def evaluate(
     return report.with_models(), lines
 
 
-def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
-    """The greedy answers of transformers' `generate`, by (task, id)."""
+def _add_references(work: EvalContext) -> None:
     bar = work.progress.add_task("references", total=len(work.items))
-    references = {}
     for item in work.items:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
@@ -161,9 +169,8 @@ def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
             work.timing.grammar,
         )  # fmt: skip
         key = ["reference", item.task, item.id]
-        references[item.task, item.id] = work.journal.get_or_measure(key, answer)
+        work.references[item.task, item.id] = work.journal.get_or_measure(key, answer)
         work.progress.advance(bar)
-    return references
 
 
 def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
@@ -171,13 +178,16 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
     s = work.s
     batches = len(work.timing.batches(s.batch_size))
     bar = work.progress.add_task(f"temperature {temperature:g}", total=batches)
-    others = baselines.interleaved_baselines(
-        s, work.target, work.model, work.methods[1:], work.timing.sampling(temperature)
-    )
-    result = timing.time_methods(
-        work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
-        partial(work.progress.advance, bar), others,
-    )  # fmt: skip
+    context = max(len(item.prompt_ids) for item in work.items) + s.max_new_tokens
+    sampling = work.timing.sampling(temperature)
+    with ExitStack() as block:
+        others = baselines.interleaved_baselines(
+            s, work.target, work.model, work.methods[1:], sampling, context, block
+        )
+        result = timing.time_methods(
+            work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
+            partial(work.progress.advance, bar), others,
+        )  # fmt: skip
     for method, records in result.records.items():
         if not records:
             error = result.failures[method][0].error
@@ -186,15 +196,13 @@ def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
 
 
 def _method_results(
-    work: EvalContext,
-    temperature: float,
-    result: TimingResult,
-    references: dict[tuple[str, str], list[int]],
+    work: EvalContext, temperature: float, result: TimingResult
 ) -> list[MethodResult]:
     """Of every method and group of prompts at this temperature."""
     s = work.s
     named = {m.name: m for m in s.methods}
     prompts = {(item.task, item.id): item for item in work.items}
+    domains = {key: item.domain for key, item in prompts.items()}  # of what can be decoded
     scores = {
         method: {
             (r.task, r.id): answer_quality.score_answer(
@@ -216,9 +224,13 @@ def _method_results(
         own_settings, measured = named.get(method.name), steps.get(method.label, {})
         path = own_settings.draft if own_settings else ""
         sha256 = draft_sha256(path) if path else None
-        mismatches = _greedy_mismatches(work, method, temperature, result, references)
+        mismatches = None
+        # Of a simulated draft, right output proves nothing about a method.
+        if temperature == 0 and simulated_alpha(method) is None:
+            mismatches = _greedy_mismatches(work, method, result.records[method])
         rounds = with_batch_rounds(result.records[method])
-        failures = [*work.undecodable, *result.failures[method]]
+        failed = [*work.undecodable, *result.failures[method]]
+        failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
         of_all = {
             **describe_method(s.methods, method, measured.get("mirror")),
             "draft": path or None,
@@ -259,7 +271,7 @@ def _method_results(
                     tokens_after_eos=sum(
                         count_tokens_after_eos(r.output_ids, work.target.eos) for r in own
                     ),
-                    failed=[f for f in failures if group.contains(f.task, domain_of(prompts, f))],
+                    failed=[f for f, domain in failures if group.contains(f.task, domain)],
                     quality=answer_quality.compare_answer_quality(
                         items, scores[method], scores[PLAIN_DECODING], s.seed
                     ),
@@ -272,12 +284,6 @@ def _method_results(
                 )
             )
     return found
-
-
-def domain_of(prompts: Mapping[tuple[str, str], TaskPrompt], failure: FailedPrompt) -> str:
-    """Empty for a prompt that no method can decode."""
-    item = prompts.get((failure.task, failure.id))
-    return "" if item is None else item.domain
 
 
 def _measure_steps(work: EvalContext, temperature: float) -> dict[str, dict[str, Any]]:
@@ -312,21 +318,13 @@ def _gpu_utilisation(work: EvalContext) -> float | None:
 
 
 def _greedy_mismatches(
-    work: EvalContext,
-    method: Method,
-    temperature: float,
-    result: TimingResult,
-    references: dict[tuple[str, str], list[int]],
-) -> list[greedy_equivalence.GreedyMismatch] | None:
-    """None above temperature 0, and for a simulated draft: that its output is right proves nothing about a method."""
-    if temperature > 0 or simulated_alpha(method) is not None:
-        return None
+    work: EvalContext, method: Method, records: Sequence[DecodeRecord]
+) -> list[greedy_equivalence.GreedyMismatch]:
     prompts = {(item.task, item.id): item for item in work.items}
-    records = result.records[method]
     return greedy_equivalence.find_mismatches(
         work.model,
         [prompts[r.task, r.id] for r in records],
-        [references[r.task, r.id] for r in records],
+        [work.references[r.task, r.id] for r in records],
         [r.output_ids for r in records],
         method.k,
     )

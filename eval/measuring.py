@@ -91,7 +91,7 @@ def measure(s: EvalConfig) -> None:
         for line in forms:
             Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
         with progress_bars() as progress:
-            report, lines = evaluate(s, target, journal, progress)
+            report, lines = evaluate(s, target, methods, journal, progress)
         outputs = out / "outputs.jsonl"
         files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
         write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))

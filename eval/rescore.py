@@ -1,6 +1,6 @@
 """Scores the logs of serving engines by one definition: τ, α and acceptance rate, and whether two logs are apart.
 
-    python eval/rescore.py responses.jsonl                    # of vLLM, SGLang or llama.cpp, found out by content
+    python eval/rescore.py responses.jsonl                    # of any engine, found out by content
     python eval/rescore.py a.jsonl outputs.jsonl --json both.json   # the same prompts: difference, p-value and power
     python eval/rescore.py after.txt --before before.txt      # /metrics dumps
     python eval/rescore.py server.log                         # what the server printed

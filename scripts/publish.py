@@ -33,15 +33,6 @@ from decode.common.run_dir import check_inputs_outside
 from train.settings.training import HubLabels
 from train.trainer.settings import DistillConfig
 
-CHECKED_ENGINES = {
-    "vLLM": "vllm",
-    "SGLang": "sglang",
-    "TensorRT-LLM": "trtllm",
-    "llama.cpp": "llamacpp",
-    "transformers": "transformers",
-}
-"""{engine on the card: its name in scripts/check_draft.py} of the engines that have rules."""
-
 
 @dataclass
 class PublishConfig:
@@ -52,7 +43,7 @@ class PublishConfig:
     report: str = ""
     """report.json of eval/run.py; empty: the card says that nothing was measured."""
     referee: str = ""
-    """Greedy result of scripts/referee.py --out: the draft in vLLM."""
+    """Greedy result of scripts/referee.py --out: the draft in a serving engine."""
     tuned: str = ""
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
     data_curve: str = ""
@@ -109,15 +100,15 @@ def main(s: PublishConfig) -> None:
 def check_engines(draft: str) -> dict[str, list[str]]:
     """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
     from decode.checkpoints.draft_folder import read_metadata
-    from decode.serving.checker import check_draft_files
+    from decode.serving.checker import ENGINES, check_draft_files
 
     target = read_metadata(draft).target
     name = "" if target is None else target.name
     local_target = name if Path(name, "config.json").is_file() else ""
     found = {}
-    for title, engine in CHECKED_ENGINES.items():
-        findings = check_draft_files(draft, engine, target=local_target)
-        found[title] = [f"{f.effect}: {f.what}" for f in findings]
+    for key, engine in ENGINES.items():
+        findings = check_draft_files(draft, key, target=local_target)
+        found[engine.name] = [f"{f.effect}: {f.what}" for f in findings]
     return found
 
 

@@ -172,9 +172,10 @@ def check_engine(s: SampleConfig) -> None:
         vllm_client.find_interpreter(s.vllm_python)  # or a UserError
 
 
-def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
-    """(the target's tokenizer, what writes the rows)."""
-    reader = load_reader(s)  # UserError for a template before the weights are read
+def load_engine(
+    s: SampleConfig, state: PartialState, reader: TargetTokenizer
+) -> tuple[TargetTokenizer, Engine]:
+    """(the target's tokenizer with what is known of what answers, what writes the rows)."""
     if s.origin == "text":
         return reader, partial(write_texts, s)
     if s.served:
@@ -218,12 +219,13 @@ def usual_answer_length(reader: TargetTokenizer) -> int:
 def answer(s: SampleConfig) -> None:
     """Answers the prompts, or writes texts as they stand."""
     check_engine(s)
+    reader = load_reader(s)  # UserError for a template before weights are read or a server starts
     if not s.max_new_tokens and s.origin == "target":
-        s = replace(s, max_new_tokens=usual_answer_length(load_reader(s)))
-    run_placed(s.placement, partial(sample, s))
+        s = replace(s, max_new_tokens=usual_answer_length(reader))
+    run_placed(s.placement, partial(sample, s, reader))
 
 
-def sample(s: SampleConfig) -> None:
+def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
     """Answers the prompts, or goes on where an earlier start stopped."""
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     with ExitStack() as server:
@@ -231,7 +233,6 @@ def sample(s: SampleConfig) -> None:
             url = ""
             with collective.raise_on_all_ranks(state):
                 if state.is_main_process:
-                    load_reader(s)  # UserError for a template before the server starts
                     Console(stderr=True).print(f"vLLM starts to serve {s.target}")
                     started = vllm_client.target_server(
                         s.vllm_python,
@@ -244,10 +245,10 @@ def sample(s: SampleConfig) -> None:
                     )
                     url = server.enter_context(started)
             at = replace(s, url=collective.broadcast(url))
-            write_answers(s, state, *load_engine(at, state))
+            write_answers(s, state, *load_engine(at, state, reader))
             state.wait_for_everyone()  # the server ends with the main process's block
         else:
-            write_answers(s, state, *load_engine(s, state))
+            write_answers(s, state, *load_engine(s, state, reader))
 
 
 def warn_of_unfollowed_settings(s: SampleConfig) -> None:

@@ -23,6 +23,7 @@ from decode.checkpoints.draft_folder import (
 from decode.common import provenance
 from decode.common.command import stop
 from decode.common.errors import UserError
+from decode.common.progress import progress_bars
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
 from decode.distributed.placement import load_target
@@ -46,7 +47,7 @@ from train.trainer import checkpoint, collective, draft_metadata, on_policy, sha
 from train.trainer.acceptance_eval import AcceptanceEval
 from train.trainer.launch import in_force, init_accelerator
 from train.trainer.layer_choice import CHOICE_FILE, settle_layers, spread_layers
-from train.trainer.loop import Training, build_optimizers, make_progress_bar, train
+from train.trainer.loop import Training, build_optimizers, train
 from train.trainer.on_policy import OnPolicyBuffer
 from train.trainer.settings import DistillConfig
 from train.trainer.throughput import report_out_of_memory
@@ -162,14 +163,6 @@ class RunComponents:
     inputs: checkpoint.TrainingInputs
 
 
-def training_inputs(
-    s: DistillConfig, target: Target, rows: mixture.Mixture
-) -> checkpoint.TrainingInputs:
-    """What this training learns from, by content."""
-    init = draft_sha256(s.draft.continues) if s.draft.continues else None
-    return checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
-
-
 def load_components(
     s: DistillConfig, accelerator: Accelerator
 ) -> tuple[DistillConfig, RunComponents]:
@@ -186,7 +179,8 @@ def load_components(
     if accelerator.is_main_process:
         mixture.check_target(s.data, target, s.allow_changed)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
-    inputs = training_inputs(s, target, rows)
+    init = draft_sha256(s.draft.continues) if s.draft.continues else None
+    inputs = checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
     if not s.overwrite and accelerator.is_main_process:
         checkpoint.check_inputs(Path(s.out), inputs, s.allow_changed)
     templates = mixture.templates_of(s.data)
@@ -200,10 +194,7 @@ def load_components(
 def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunComponents) -> Training:
     """Builds the optimisers, wraps the model for several processes, and sets where each step's rows come from."""
     trainable, rows, target = parts.trainable, parts.rows, parts.target
-    optimizers = build_optimizers(
-        trainable.model, trainable.muon_parameters, trainable.low_lr_parameters, s.loop
-    )
-    model, *optimizers = accelerator.prepare(trainable.model, *optimizers)
+    model, *optimizers = accelerator.prepare(trainable.model, *build_optimizers(trainable, s.loop))
     buffer = None
     if s.on_policy.share > 0:
         max_length = max_sample_length(s, target)
@@ -317,7 +308,8 @@ def distill(
         return collective.broadcast(measured)
 
     try:
-        with collective.raise_on_all_ranks(accelerator), make_progress_bar(console, is_main) as bar:
+        bars = progress_bars(console, ("loss", "alpha", "speed"), disable=not is_main)
+        with collective.raise_on_all_ranks(accelerator), bars as bar:
             signal_number = train(training, s.loop, state, out, tracker, measure, bar)
         if signal_number:
             accelerator.end_training()

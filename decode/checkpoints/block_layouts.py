@@ -6,15 +6,7 @@ from typing import Any
 
 from decode.checkpoints import layouts
 from decode.checkpoints.eagle_layouts import layer_kind, llama_layer_config
-from decode.checkpoints.layouts import (
-    AUX_LAYERS,
-    HeadConfig,
-    Layout,
-    ReadFiles,
-    Shapes,
-    Tensors,
-    llama_layer,
-)
+from decode.checkpoints.layouts import HeadConfig, Layout, ReadFiles, Shapes, Tensors
 from decode.common.errors import UserError
 
 OUTER_KEYS = (
@@ -52,7 +44,7 @@ def dflash_config(
             "target_layer_ids": list(layouts.capture_to_output(layers)),
             "causal": False,
         },
-        AUX_LAYERS: list(layers),
+        layouts.AUX_LAYERS: list(layers),
     }
     if markov_rank:
         config |= {
@@ -67,7 +59,7 @@ def dflash_config(
 
 def aux_layers(config: HeadConfig) -> tuple[int, ...]:
     """Capture ids of the states that engines read: by the key of such ids, else the layers' outputs plus one."""
-    own = config.get(AUX_LAYERS) or config.get("aux_hidden_state_layer_ids")
+    own = config.get(layouts.AUX_LAYERS) or config.get("aux_hidden_state_layer_ids")
     nested = config.value("dflash_config", {}).get("target_layer_ids")
     outputs = nested or config.get("target_layer_ids") or ()
     return tuple(own or (i + 1 for i in outputs))
@@ -86,7 +78,7 @@ def _dflash_shapes(config: HeadConfig) -> Shapes:
         "lm_head.weight": (config.value("draft_vocab_size", vocab), hidden),
     }
     for i in range(config.value("num_hidden_layers", 1)):
-        layer = llama_layer(config, hidden)
+        layer = layouts.llama_layer(config, hidden)
         layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes | layouts.reduced_vocabulary(config)
@@ -140,7 +132,7 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         "sample_from_anchor": anchor,
         "dflash_config": nested,
         "block_size": int(flat.get("block_size") or nested["block_size"]),
-        AUX_LAYERS: list(aux_layers(HeadConfig(flat))),
+        layouts.AUX_LAYERS: list(aux_layers(HeadConfig(flat))),
         "draft_vocab_size": flat.get("draft_vocab_size") or flat["vocab_size"],
         "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
     }

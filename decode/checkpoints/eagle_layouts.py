@@ -11,15 +11,7 @@ from functools import partial
 from typing import Any
 
 from decode.checkpoints import layouts
-from decode.checkpoints.layouts import (
-    AUX_LAYERS,
-    HeadConfig,
-    Layout,
-    ReadFiles,
-    Shapes,
-    Tensors,
-    llama_layer,
-)
+from decode.checkpoints.layouts import HeadConfig, Layout, ReadFiles, Shapes, Tensors
 from decode.common.errors import UserError
 from decode.model.compatibility import rope_configs
 
@@ -31,7 +23,7 @@ EAGLE1_FIELDS = {
     "bias": False,
 }
 SIZES = ("draft_vocab_size", "target_hidden_size")
-OUTER_KEYS = (*SIZES, *NORM_FLAGS, AUX_LAYERS, "mask_token_id", "dtype", "torch_dtype")
+OUTER_KEYS = (*SIZES, *NORM_FLAGS, layouts.AUX_LAYERS, "mask_token_id", "dtype", "torch_dtype")
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where engines look for the mask token of P-EAGLE, in this order."""
@@ -132,7 +124,7 @@ def saved_norms(config: Mapping[str, object]) -> list[str]:
 
 def aux_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Capture ids of the states that a saved EAGLE-3 draft reads, for a target with `count` layers."""
-    return tuple(config.get(AUX_LAYERS) or layouts.default_aux_layers(count))
+    return tuple(config.get(layouts.AUX_LAYERS) or layouts.default_aux_layers(count))
 
 
 # ---- tensors ----
@@ -146,8 +138,8 @@ def norm_flag(config: HeadConfig, name: str, default: bool = False) -> bool:
 
 def aux_layer_count(config: HeadConfig) -> int:
     """Number of the target's layers whose hidden states engines give to `fc`."""
-    nested = (config.get("eagle_config") or {}).get(AUX_LAYERS)
-    ids = config.get(AUX_LAYERS) or nested
+    nested = (config.get("eagle_config") or {}).get(layouts.AUX_LAYERS)
+    ids = config.get(layouts.AUX_LAYERS) or nested
     return len(ids) if ids else int(config.value("num_aux_hidden_states", 3))
 
 
@@ -157,7 +149,7 @@ def _eagle1_shapes(config: HeadConfig) -> Shapes:
     hidden = config["hidden_size"]
     shapes: Shapes = {"embed_tokens.weight": (config["vocab_size"], hidden)}
     for i in range(config.value("num_hidden_layers", 1)):
-        layer = llama_layer(config, hidden)
+        layer = layouts.llama_layer(config, hidden)
         if i == 0:  # `fc` ends in what a norm would begin with
             del layer["input_layernorm.weight"]
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -172,7 +164,7 @@ def _eagle3_shapes(config: HeadConfig) -> Shapes:
     shapes: Shapes = {"embed_tokens.weight": (vocab, hidden)}
     for i in range(config.value("num_hidden_layers", 1)):
         # The first reads the embedding beside the state.
-        layer = llama_layer(config, hidden if i else 2 * hidden)
+        layer = layouts.llama_layer(config, hidden if i else 2 * hidden)
         layer["hidden_norm.weight"] = (hidden,)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= {
@@ -225,8 +217,8 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
     nested = flat.pop("eagle_config", None) or {}
     if nested.get("use_aux_hidden_state") is False:
         raise UserError("EAGLE-3 that reads the last hidden state alone is not supported")
-    layers = flat.pop(AUX_LAYERS, None)
-    outputs = nested.get(AUX_LAYERS)
+    layers = flat.pop(layouts.AUX_LAYERS, None)
+    outputs = nested.get(layouts.AUX_LAYERS)
     if not layers and outputs:
         layers = layouts.output_to_capture(outputs)
     flat |= {

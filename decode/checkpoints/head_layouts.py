@@ -1,6 +1,6 @@
 """Medusa's heads, exit adapters and MTP layers: config.json and tensors as saved here and as others save them.
 
-Medusa is saved in the layout that vLLM loads up to 0.32, and read as vLLM, FasterDecoding and Model-Optimizer write it.
+Medusa is saved in the layout that serving engines load, and read as FasterDecoding and Model-Optimizer write it too.
 """
 
 import re
@@ -22,7 +22,7 @@ def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> HeadConfi
         num_heads=heads,
         num_hidden_layers=layers,
         truncated_vocab_size=vocab,
-        medusa_fc_bias=True,  # without it vLLM drops the biases
+        medusa_fc_bias=True,  # without it engines drop the biases
         original_lm_head=False,
         max_paths=64,
         topk=10,
@@ -30,13 +30,13 @@ def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> HeadConfi
 
 
 def medusa_counts(config: HeadConfig) -> tuple[int, int]:
-    """(heads, residual layers of each); 5 and 1 if neither vLLM's key nor that of Medusa's authors is set."""
+    """(heads, residual layers of each); 5 and 1 if neither our key nor that of Medusa's authors is set."""
     heads = config.value("num_heads", config.value("medusa_num_heads", 5))
     return int(heads), int(config.value("num_hidden_layers", config.value("medusa_num_layers", 1)))
 
 
 def _medusa_shapes(config: HeadConfig) -> Shapes:
-    """Biases only with medusa_fc_bias. Sizes that are not set are those that vLLM takes."""
+    """Biases only with medusa_fc_bias. Sizes that are not set are those that engines take."""
     hidden, vocab = config.value("hidden_size", 4096), config.value("vocab_size", 32001)
     heads, layers = medusa_counts(config)
     shapes: Shapes = {}
@@ -51,8 +51,8 @@ def _medusa_shapes(config: HeadConfig) -> Shapes:
 
 
 def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
-    """Config and tensors as vLLM names them. Except in vLLM's own layout all counts and sizes come from the tensors,
-    because published configs have wrong ones."""
+    """Config and tensors as they are saved here. In other layouts all counts and sizes come from the tensors, because
+    published configs have wrong ones."""
     if "token_map" in tensors:
         raise UserError("Medusa over a reduced vocabulary (token_map) is not supported")
     activation = config.get("hidden_act") if config.get("model_type") == "medusa" else None
@@ -81,7 +81,7 @@ def _read_medusa(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         size = renamed["lm_heads.0.weight"].shape[0]
         fields |= {"vocab_size": size, "truncated_vocab_size": size}
         fields["original_lm_head"] = fields["original_lm_head"] and fields["num_heads"] > 1
-    own = set(names.values()) == set(names)  # vLLM's own layout, whose config is right
+    own = set(names.values()) == set(names)  # the layout of engines, whose config is right
     kept = (
         config.keys() - {"medusa_num_heads", "medusa_num_layers"}
         if own

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
 from decode.checkpoints.block_layouts import DFLASH, DSPARK
+from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.eagle_layouts import EAGLE1, EAGLE3, PEAGLE
 from decode.checkpoints.eight_bit import dequantized
@@ -25,7 +26,7 @@ from decode.checkpoints.head_layouts import EXIT, MEDUSA, MTP
 from decode.checkpoints.layouts import HeadConfig, Layout, Tensors
 from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
-from decode.model.loading import adapter_folder
+from decode.model.loading import Target, adapter_folder
 from decode.model.names import check_name, load_error
 
 LAYOUTS: dict[str, Layout] = {
@@ -199,6 +200,16 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
             f"draft {path!r}: config.json or the tensors lack what a draft of family {family} needs "
             f"({error}): download it again"
         ) from error
+
+
+def read_heads(name: str, target: Target, family: str = "") -> tuple[str, DraftCheckpoint]:
+    """(their folder, the heads) of a draft in a folder or on the Hub. UserError for heads that were trained on another
+    tokenizer, and for those of another family than `family` (empty: the one in draftsmith.json)."""
+    path = resolve_folder(name)
+    check_target(path, target)
+    found = read_checkpoint(path)
+    layouts.check_family(path, found.family, family or read_metadata(path).family or found.family)
+    return path, found
 
 
 def _with_read_layers(layout: Layout, config: HeadConfig, tensors: Tensors) -> DraftCheckpoint:

@@ -15,7 +15,7 @@
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say
 - memory: how PyTorch's allocator keeps memory on a CPU
-- progress: bars in a terminal, plain lines in a log
+- progress: bars in a terminal, plain lines in a log; durations and sizes in words
 - chat_template: a prompt or a chat as token ids
 - template_choice: which chat template renders prompts, and with which arguments
 - secret_patterns: the known forms of tokens, keys and passwords, to find them and to leave them out of messages

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +59,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_result(out: str, result: Mapping[str, object]) -> None:
+    """Writes a command's result as one line of JSON into the file `out`, if that is not "", and prints it."""
+    line = json.dumps(result) + "\n"
+    if out:
+        write_atomically(Path(out), line)
+    sys.stdout.write(line)
 
 
 def read_text(path: str | Path) -> str:

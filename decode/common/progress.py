@@ -1,4 +1,5 @@
-"""Progress of long work on stderr: bars in a terminal, and a plain line every 30 seconds where there is none."""
+"""Progress of long work on stderr: bars in a terminal, and a plain line every 30 seconds where there is none; durations
+and sizes in words."""
 
 import sys
 import time
@@ -113,3 +114,11 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in B, KiB, MiB or GiB."""
+    for unit, limit in (("B", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
+        if count < limit:
+            return f"{count * 2**10 / limit:,.0f} {unit}"
+    return f"{count / 2**30:,.1f} GiB"

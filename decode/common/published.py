@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
+from decode.common import typed_json
 from decode.common.errors import UserError
 from decode.common.secret_patterns import find_secret
-from decode.common.typed_json import (
-    JSON_SHAPES,
-    SHAPES,
-    WrongTypeError,
-    arm_for,
-    fields_of,
-    shape_of,
-    to_json,
-)
+from decode.common.typed_json import WrongTypeError, fields_of, shape_of, to_json
 
 T = TypeVar("T")
 Known = Collection[str]
@@ -146,13 +139,13 @@ def published(value: Any, kind: Any, where: str, known: Known = ()) -> Any:
     value = to_json(value)
     if value is None:
         return None
-    arm, marks = arm_for(kind, value)
+    arm, marks = typed_json.arm_for(kind, value)
     shape, inner = shape_of(arm), get_args(arm)
     said = next((mark for mark in marks if isinstance(mark, Kind)), None)
     if said is not None or shape not in (dict, list):
         return _leaf(value, said or _kind_of(arm, where), where, known)
-    if JSON_SHAPES.get(type(value)) is not shape:
-        raise _wrong_type(where, SHAPES[shape])
+    if typed_json.JSON_SHAPES.get(type(value)) is not shape:
+        raise _wrong_type(where, typed_json.SHAPES[shape])
     if shape is list:
         return [published(x, inner[0], f"{where}[{i}]", known) for i, x in enumerate(value)]
     if inner:

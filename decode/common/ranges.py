@@ -53,6 +53,13 @@ class Spellings:
 
 
 @dataclass(frozen=True)
+class Meaning:
+    """Says what a setting that several commands have is for, in place of a docstring in each of them."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class OneOf:
     """Marks the annotation of a group that has one of several classes: `draft: Annotated[Base, OneOf("family", ...)]`.
 

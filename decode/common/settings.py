@@ -41,7 +41,7 @@ import yaml
 
 from decode.common.errors import UserError
 from decode.common.files import parse_yaml_value, read_yaml
-from decode.common.ranges import OneOf, Range, Spellings, check_ranges
+from decode.common.ranges import Meaning, OneOf, Range, Spellings, check_ranges
 
 T = TypeVar("T")
 SHAPES: dict[type, str] = {
@@ -558,8 +558,13 @@ def _described(cls: type, values: Any, prefix: str, start: Any = None) -> Iterat
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """{name: docstring} of the fields of a dataclass."""
-    found: dict[str, str] = {}
+    """{name: docstring} of the fields of a dataclass, or what their types say (`Meaning`)."""
+    found = {
+        name: mark.text
+        for name, kind in _fields(cls).items()
+        for mark in (kind.__metadata__ if get_origin(kind) is Annotated else ())
+        if isinstance(mark, Meaning)
+    }
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)

@@ -17,14 +17,24 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
 
 from decode.common.errors import UserError
+from decode.common.ranges import Meaning
 
 TemplateSetting = str | dict[str, Any]
+TrainedTemplate = Annotated[
+    TemplateSetting | None,
+    Meaning(
+        "How the chat template renders prompts, as in train/sample.py: its arguments, such as "
+        "'{enable_thinking: false}', or the name of one of several. null: as in the training of the draft; '{}': the "
+        "tokenizer's own."
+    ),
+]
+"""The setting where a draft was trained already."""
 NAME, NONE, DEFAULT, TOOL_USE = "name", "none", "default", "tool_use"
 """Key of the template's name in the setting; the name of no template; the names of those that transformers and servers
 take where no name is given: the second for chats with tools."""

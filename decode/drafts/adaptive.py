@@ -81,7 +81,6 @@ class RunningAcceptance:
         return self.accepted / self.reached
 
     def record(self, drafted: int, accepted: int) -> None:
-        """Adds a round."""
         if drafted == 0:
             self.idle += 1
             return

@@ -11,9 +11,7 @@ from decode.common.in_use import claim
 from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.loading import (
-    Target,
-)
+from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots

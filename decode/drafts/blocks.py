@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.checkpoints import importers, layouts
-from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.drafts import causal, eagle
@@ -151,7 +150,7 @@ class PEagleDraft(EagleDraft):
         inputs = self.net.init_state(torch.cat([states, hidden.to(states.dtype)], 1))
         self.kv_cache.slots.set_positions(length - 1 - tokens.shape[1], tokens.shape[1] + depth - 1)
         found = self._forward(inputs, torch.cat([tokens, masks], 1))[:, -depth:]
-        logits = self._logits(found)
+        logits = self.net.logits(found)
         step, first = level_step(logits), logits[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
@@ -234,11 +233,8 @@ class DFlashDraft(CachedHead):
 
 def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDraft:
     """A draft from a folder or the Hub. UserError if it does not fit the target or tensors are missing."""
-    path = importers.resolve_folder(path)
-    check_target(path, target)
-    found = importers.read_checkpoint(path)
+    path, found = importers.read_heads(path, target)
     config, tensors = found.config, dict(found.tensors)
-    layouts.check_family(path, found.family, read_metadata(path).family or found.family)
     runner = target.runner
     hidden = runner.config.hidden_size
     wanted = {"vocab_size": runner.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}

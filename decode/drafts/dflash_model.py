@@ -12,57 +12,25 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from decode.drafts.eagle_model import head_context
+from decode.drafts.eagle_model import AttendFn, HeadAttention, head_context
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import run_now
-from decode.model.modules import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm, apply_rotary
+from decode.model.modules import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm
 
 LayerAttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(number of the layer, q [B, heads, T, D], k and v [B, kv heads, T, D] of the block) -> [B, T, heads, D]."""
-
-
-class DFlashAttention(nn.Module):
-    """Qwen3's attention: queries and keys are normed in each head before the rotation."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.size: int = config.head_dim  # type: ignore[assignment]
-        heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
-        width = config.hidden_size
-        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
-        self.o_proj = nn.Linear(heads * self.size, width, bias=False)
-        self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
-
-    def queries(self, x: Tensor, rotary: CosSin) -> Tensor:
-        """[B, heads, T, D] of x [B, T, h]."""
-        return apply_rotary(self.q_norm(self._split(self.q_proj(x))).transpose(1, 2), rotary)
-
-    def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
-        """k, v [B, kv heads, T, D] of x [B, T, h]."""
-        k = apply_rotary(self.k_norm(self._split(self.k_proj(x))).transpose(1, 2), rotary)
-        return k, self._split(self.v_proj(x)).transpose(1, 2)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.size)
 
 
 class DFlashLayer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
+        self.self_attn = HeadAttention(config, config.hidden_size, normed=True)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, rotary: CosSin, attend: Callable[..., Tensor]) -> Tensor:
-        normed = self.input_layernorm(x)
-        out = attend(
-            self.self_attn.queries(normed, rotary), *self.self_attn.keys_values(normed, rotary)
-        )
-        x = x + self.self_attn.o_proj(out.flatten(2))
+    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -77,8 +77,10 @@ class StaticTreePlan:
     levels: list[TreeLevel]
 
 
-def build_static_plan(shape: StaticTree, device: torch.device) -> StaticTreePlan:
-    """The plan for `shape` on `device`."""
+def build_tree_plan(shape: TreeShape, device: torch.device) -> StaticTreePlan | DynamicTree | None:
+    """The `plan` that `draft_tokens` needs for this shape on `device`; made once a batch."""
+    if not isinstance(shape, StaticTree):
+        return shape
     depth = [0]
     for parent in shape.parents:
         depth.append(depth[parent] + 1)
@@ -98,13 +100,6 @@ def build_static_plan(shape: StaticTree, device: torch.device) -> StaticTreePlan
         )
         start = begin
     return StaticTreePlan(tree, levels)
-
-
-def build_tree_plan(
-    shape: TreeShape, device: torch.device
-) -> "StaticTreePlan | DynamicTree | None":
-    """The `plan` that `draft_tokens` needs for this shape; made once a batch."""
-    return build_static_plan(shape, device) if isinstance(shape, StaticTree) else shape
 
 
 def draft_tokens(

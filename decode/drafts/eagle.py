@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints import eagle_layouts, importers, layouts
-from decode.checkpoints.draft_folder import check_target, read_metadata
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
@@ -142,9 +142,9 @@ class EagleDraft(CachedHead):
             base = length - 1 if nodes is None else length - 2
             self.kv_cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
             state = self._forward(before, tokens)
-            return self._logits(state)
+            return self.net.logits(state)
 
-        first = self._logits(state)[:, 0]
+        first = self.net.logits(state)[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
@@ -171,10 +171,6 @@ class EagleDraft(CachedHead):
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         return self.net.step(state, embeds, self._positions(), attend)
 
-    def _logits(self, state: Tensor) -> Tensor:
-        """[b, T, Vd]: of the tokens in the draft's vocabulary."""
-        return self.net.logits(state)
-
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     """A head from a folder or the Hub. UserError if it does not fit the target or tensors are missing."""
@@ -183,12 +179,8 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
 
 def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleModel, Target, str]:
     """(net, target, family) of a head in a folder or on the Hub; UserError as in `load`."""
-    path = importers.resolve_folder(path)
-    check_target(path, target)
-    found = importers.read_checkpoint(path)
-    config, tensors = found.config, dict(found.tensors)
-    metadata = read_metadata(path)
-    layouts.check_family(path, found.family, metadata.family or found.family)
+    path, found = importers.read_heads(path, target)
+    config, tensors, metadata = found.config, dict(found.tensors), read_metadata(path)
     hidden = target.runner.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.runner.vocab_size})
     check_arithmetic(config)

@@ -31,10 +31,11 @@ AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
 
 
-class EagleAttention(nn.Module):
-    """Llama's attention on inputs of width `width_in`."""
+class HeadAttention(nn.Module):
+    """Llama's attention on inputs of width `width_in`. If `normed`, queries and keys are normed in each head before the
+    rotation, as Qwen3's are."""
 
-    def __init__(self, config: LlamaConfig, width_in: int):
+    def __init__(self, config: LlamaConfig, width_in: int, normed: bool = False):
         super().__init__()
         self.size: int = config.head_dim  # type: ignore[assignment]
         heads: int = config.num_attention_heads
@@ -43,18 +44,21 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.size, eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(self.size, eps) if normed else nn.Identity()
 
     def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
-        k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
-        return apply_rotary(k, rotary), v
+        k = self.k_norm(self._split_heads(self.k_proj(x))).transpose(1, 2)
+        return apply_rotary(k, rotary), self._split_heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
-        q = apply_rotary(self._split_heads(self.q_proj(x)), rotary)
-        return self.o_proj(attend(q, *self.keys_values(x, rotary)).flatten(2))
+        q = self.q_norm(self._split_heads(self.q_proj(x))).transpose(1, 2)
+        return self.o_proj(attend(apply_rotary(q, rotary), *self.keys_values(x, rotary)).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.size)
 
 
 class Eagle3Layer(nn.Module):
@@ -69,7 +73,7 @@ class Eagle3Layer(nn.Module):
         self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
         self.input_layernorm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = EagleAttention(config, 2 * width)
+        self.self_attn = HeadAttention(config, 2 * width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
 
@@ -85,7 +89,24 @@ class Eagle3Layer(nn.Module):
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
 
 
-class Eagle3Model(nn.Module):
+class EagleNetwork(nn.Module):
+    """What the networks of EAGLE-1 and EAGLE-3 share: one layer, and an embedding of their own or the target's."""
+
+    layers: nn.ModuleList
+    embed_tokens: nn.Embedding | None
+
+    @property
+    def layer(self) -> Any:
+        """The only layer; checkpoints name it as a list."""
+        return self.layers[0]
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """[..., h] of token ids; `weight` is the target's embedding."""
+        own = self.embed_tokens
+        return F.embedding(tokens, weight if own is None else own.weight)
+
+
+class Eagle3Model(EagleNetwork):
     """`fc` combines three hidden states of the target; then one layer and an own head over `ids` of the vocabulary.
 
     `ids` [Vd] are the target's token ids that the head predicts, None for all; they are saved as the offsets d2t. A
@@ -130,17 +151,6 @@ class Eagle3Model(nn.Module):
         self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
 
-    @property
-    def layer(self) -> Eagle3Layer:
-        """The only layer; checkpoints name it as a list."""
-        return self.layers[0]  # type: ignore[return-value]
-
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """[..., h] of token ids; `weight` is the target's embedding."""
-        return F.embedding(
-            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
-        )
-
     def init_state(self, features: Tensor) -> Tensor:
         """[..., h]: the input state for the target's hidden states [..., 3H]."""
         if self.input_norm is not None:
@@ -175,7 +185,7 @@ class Eagle1Layer(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.self_attn = EagleAttention(config, config.hidden_size)
+        self.self_attn = HeadAttention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -187,7 +197,7 @@ class Eagle1Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle1Model(nn.Module):
+class Eagle1Model(EagleNetwork):
     """`fc` and one layer map [e; f] to the next hidden state, from which the target's own head gives the logits.
 
     `head` is the target's, frozen and not part of this model; so is the embedding, unless `own_embedding`.
@@ -208,17 +218,6 @@ class Eagle1Model(nn.Module):
         self.layers = nn.ModuleList([Eagle1Layer(config)])
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
         self.rotary = Fp32RotaryEmbedding(config)
-
-    @property
-    def layer(self) -> Eagle1Layer:
-        """The only layer; checkpoints name it as a list."""
-        return self.layers[0]  # type: ignore[return-value]
-
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """[..., H] of token ids; `weight` is the target's embedding."""
-        return F.embedding(
-            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
-        )
 
     def init_state(self, features: Tensor) -> Tensor:
         """The target's hidden states [..., H] unchanged."""

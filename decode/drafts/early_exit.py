@@ -154,10 +154,7 @@ def check_device(path: str, target: Target, device: str) -> None:
 
 def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdapter:
     """The adapter in a folder or on the Hub; UserError if it does not fit the target or tensors are missing."""
-    path = importers.resolve_folder(path)
-    check_target(path, target)
-    found = importers.read_checkpoint(path)
-    layouts.check_family(path, found.family, "layerskip")
+    path, found = importers.read_heads(path, target, "layerskip")
     own = target.runner.config
     wanted = {
         "hidden_size": own.hidden_size,

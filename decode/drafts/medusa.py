@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
-from decode.checkpoints.draft_folder import check_target
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
@@ -110,10 +109,7 @@ class MedusaDraft(Draft):
 
 def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     """Heads from a folder or the Hub. UserError if they do not fit the target or tensors are missing."""
-    path = importers.resolve_folder(path)
-    check_target(path, target)
-    found = importers.read_checkpoint(path)
-    layouts.check_family(path, found.family, "medusa")
+    path, found = importers.read_heads(path, target, "medusa")
     config, tensors = found.config, found.tensors
     head = target.runner.model.get_output_embeddings().weight.detach()
     if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:

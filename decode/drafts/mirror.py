@@ -70,30 +70,16 @@ class OverlapCounts:
     redrafts: int = 0
 
     def rates(self) -> dict[str, float | None]:
-        """{reuse_rate, exit_hit_rate, hidden_share}."""
+        """reuse_rate: ρ, rounds that used a branch ÷ rounds that had branches. exit_hit_rate: committed tokens among
+        the exit's most probable ones ÷ all. hidden_share: seconds of drafting beside the target ÷ all of drafting. None
+        where there was nothing to divide by."""
+        drafting = self.branch_seconds + self.redraft_seconds
+        hidden = self.branch_seconds - self.wait_seconds
         return {
-            "reuse_rate": self.reuse_rate,
-            "exit_hit_rate": self.exit_hit_rate,
-            "hidden_share": self.hidden_share,
+            "reuse_rate": self.reused / self.rounds if self.rounds else None,
+            "exit_hit_rate": self.exit_hits / self.positions if self.positions else None,
+            "hidden_share": hidden / drafting if drafting else None,
         }
-
-    @property
-    def reuse_rate(self) -> float | None:
-        """ρ: rounds that used a branch ÷ rounds that had branches; None before the first."""
-        return self.reused / self.rounds if self.rounds else None
-
-    @property
-    def exit_hit_rate(self) -> float | None:
-        """Committed tokens among the exit's most probable ones ÷ all; None without exit."""
-        return self.exit_hits / self.positions if self.positions else None
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Seconds of drafting beside the target ÷ all seconds of drafting; None where nothing was drafted."""
-        total = self.branch_seconds + self.redraft_seconds
-        if total == 0:
-            return None
-        return (self.branch_seconds - self.wait_seconds) / total
 
 
 # ---- the draft ----

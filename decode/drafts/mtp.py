@@ -62,7 +62,6 @@ class MtpModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The one layer."""
         return layer_stack(self.decoder)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from decode.common.errors import UserError
 from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
 from decode.drafts.base import Draft
 from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
-from decode.drafts.swift_search import SwiftConfig
+from decode.drafts.settings import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -51,106 +51,52 @@ class DraftFamily:
         return self.saved_as or self.name
 
 
-def create_ngram(target: Target, layers: int, shape: TreeShape) -> Draft:
-    return NgramDraft()
-
-
-def create_ngram_lookup(min_match: int) -> Draft:
-    """Of several matches those of up to two tokens more are preferred."""
-    return NgramDraft(longest=min_match + 2, shortest=min_match)
-
-
-def create_suffix(target: Target, layers: int, shape: TreeShape) -> Draft:
-    return SuffixDraft()
-
-
-def create_suffix_lookup(min_match: int) -> Draft:
-    return SuffixDraft(shortest=min_match)
-
-
-def create_grammar(target: Target, layers: int, shape: TreeShape) -> Draft:
-    return GrammarDraft()
-
-
-def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
-    """UserError unless 0 < layers < the target's number of layers."""
-    return early_exit.EarlyExitDraft(target, layers, shape)
-
-
-def create_swift(target: Target, layers: int, shape: TreeShape) -> Draft:
-    """`layers` are those that are never skipped, as in SwiftConfig.min_layers."""
-    return swift.SwiftDraft(target, SwiftConfig(min_layers=layers))
-
-
 DRAFT_FAMILIES: dict[str, DraftFamily] = {
     family.name: family
     for family in (
-        DraftFamily(
-            "causal",
-            load=causal.load,
-        ),
-        DraftFamily(
-            "pard",
-            load=blocks.load_pard,
-        ),
-        DraftFamily(
-            "medusa",
-            load=medusa.load,
-        ),
-        DraftFamily(
-            "medusa2",
-            load=medusa.load,
-            saved_as="medusa",
-        ),
-        DraftFamily(
-            "eagle1",
-            load=eagle.load,
-        ),
-        DraftFamily(
-            "eagle3",
-            load=eagle.load,
-        ),
-        DraftFamily(
-            "peagle",
-            load=blocks.load_peagle,
-        ),
-        DraftFamily(
-            "dflash",
-            load=blocks.load_dflash,
-        ),
-        DraftFamily(
-            "dspark",
-            load=blocks.load_dflash,
-        ),
-        DraftFamily(
-            "mtp",
-            load=mtp.load,
-        ),
+        DraftFamily("causal", load=causal.load),
+        DraftFamily("pard", load=blocks.load_pard),
+        DraftFamily("medusa", load=medusa.load),
+        DraftFamily("medusa2", load=medusa.load, saved_as="medusa"),
+        DraftFamily("eagle1", load=eagle.load),
+        DraftFamily("eagle3", load=eagle.load),
+        DraftFamily("peagle", load=blocks.load_peagle),
+        DraftFamily("dflash", load=blocks.load_dflash),
+        DraftFamily("dspark", load=blocks.load_dflash),
+        DraftFamily("mtp", load=mtp.load),
         DraftFamily(
             "ngram",
-            create=create_ngram,
-            create_lookup=create_ngram_lookup,
+            create=lambda target, layers, shape: NgramDraft(),
+            # Of several matches those of up to two tokens more are preferred.
+            create_lookup=lambda least: NgramDraft(longest=least + 2, shortest=least),
             supports_trees=False,
             has_weights=False,
         ),
         DraftFamily(
             "suffix",
-            create=create_suffix,
-            create_lookup=create_suffix_lookup,
+            create=lambda target, layers, shape: SuffixDraft(),
+            create_lookup=lambda least: SuffixDraft(shortest=least),
             supports_trees=False,
             has_weights=False,
         ),
-        DraftFamily("grammar", create=create_grammar, supports_trees=False, has_weights=False),
-        DraftFamily("early-exit", create=create_early_exit),
-        DraftFamily("swift", load=swift.load, create=create_swift, supports_trees=False),
         DraftFamily(
-            "layerskip",
-            load=early_exit.load,
+            "grammar",
+            create=lambda target, layers, shape: GrammarDraft(),
+            supports_trees=False,
+            has_weights=False,
         ),
+        DraftFamily("early-exit", create=early_exit.EarlyExitDraft),
         DraftFamily(
-            "layerskip2",
-            load=early_exit.load_own_exit,
+            "swift",
+            load=swift.load,
+            # `layers` are those that are never skipped
+            create=lambda target, layers, shape: swift.SwiftDraft(
+                target, SwiftConfig(min_layers=layers)
+            ),
+            supports_trees=False,
         ),
+        DraftFamily("layerskip", load=early_exit.load),
+        DraftFamily("layerskip2", load=early_exit.load_own_exit),
     )
 }
 """Every known family by name. `register_family` adds to it."""
@@ -194,13 +140,10 @@ def load_draft(
             raise
         raise UserError(f"draft {path!r}: {error}") from error
     draft.shape, draft.tokenizer = shape, target.fingerprint
-    draft_device = torch.device(device)
-    if draft_device.type == target_device.type and draft_device.index in (
-        None,
-        target_device.index,
-    ):
+    own = torch.device(device)
+    if own.type == target_device.type and own.index in (None, target_device.index):
         return draft
-    return CrossDeviceDraft(draft, draft_device, target_device)
+    return CrossDeviceDraft(draft, own, target_device)
 
 
 def find_family(path: str) -> DraftFamily:

@@ -18,7 +18,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
-from decode.common.template_choice import TemplateSetting
+from decode.common.template_choice import TrainedTemplate
 
 CONFIDENCE = 0.3
 """Default of the setting `confidence` of drafts whose length adapts."""
@@ -77,9 +77,7 @@ class GenerateConfig(PlacedTargetSettings):
     """A file to read the prompt from instead."""
     image: str | list[str] = ""
     """Image files that stand before the prompt, a path or a list [a.png, b.png]; for vision-language targets."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     draft: str = "ngram"
     """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
     `none`: plain decoding."""

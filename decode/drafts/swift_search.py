@@ -56,7 +56,6 @@ class SkipSearch:
 
     @property
     def finished(self) -> bool:
-        """No more sets are tried."""
         s, state = self.config, self.state
         out = len(state.tried) >= s.max_iterations or state.unimproved >= s.tolerance
         return not s.adaptive or out or state.score >= s.max_score
@@ -84,27 +83,20 @@ class SkipSearch:
         return better
 
     def save(self, file: Path) -> None:
-        """Writes settings and state as JSON."""
         content = {"config": asdict(self.config), "state": asdict(self.state)}
         write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
 def load_search(file: Path, layers: int) -> SkipSearch:
     """The search that `SkipSearch.save` wrote. UserError if the file is damaged or for another number of layers."""
-    return SkipSearch(layers, *read_search(file))
-
-
-def read_search(file: Path) -> tuple[SwiftConfig, SearchState]:
-    """Settings and state that `SkipSearch.save` wrote. UserError if the file is damaged."""
     content = read_json_object(file, "what a SWIFT draft saves", ["config", "state"])
     try:
         config, state = SwiftConfig(**content["config"]), SearchState(**content["state"])
         check_sets(state)
         state.history = state.history or list(state.tried.values())
-        check_ranges(config, "swift.")
-        return config, state
     except (TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: remove it, and the search starts anew") from error
+    return SkipSearch(layers, config, state)
 
 
 def check_sets(state: SearchState) -> None:

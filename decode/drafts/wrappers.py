@@ -194,7 +194,7 @@ class TwoSourceDraft(DraftWrapper):
         rows, greedy = settled.tolist(), self.request.sampling.greedy
         if all(rows):
             self.inner.skip(history, length, k)
-            self._discard_draws(length, k)
+            discard_draws(self.request, length, k)
             # q and `finite` are given as in other rounds, because compiled code would be made anew without them.
             q = None if greedy else point_masses(copied, self.vocab_size)
             return Proposal(copied, q, finite=torch.ones_like(found))
@@ -213,10 +213,6 @@ class TwoSourceDraft(DraftWrapper):
 
     def parts(self) -> list[Draft]:
         return [self, *self.lookup.parts(), *self.inner.parts()]
-
-    def _discard_draws(self, length: Tensor, k: int) -> None:
-        """Draws as many random numbers as `inner` does for a chain of k tokens."""
-        discard_draws(self.request, length, k)
 
 
 def point_masses(tokens: Tensor, vocab_size: int) -> Tensor:

@@ -35,6 +35,9 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
     results on disk (TORCHINDUCTOR_CACHE_DIR); dynamo's trace is made anew in each process.
     Raises what torch.compile raises if a part cannot be compiled: there is no silent fallback to eager mode.
     """
+    from decode.model.inductor_linear import register_lowerings  # imports inductor: takes a second
+
+    register_lowerings()
     torch._dynamo.config.recompile_limit = max(
         RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
     )

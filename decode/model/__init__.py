@@ -3,6 +3,7 @@
 - names: which names are paths and which are on the Hub, and the Hub when it cannot be reached
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, `Target`, and the runner of a model
 - formats/: GGUF, quantised checkpoints and adapters as plain folders
+- quantized/: linear layers in eight or four bits
 - fingerprint: what a target is, wherever its files lie: its weights and the settings of its arithmetic
 - vocabularies: whether two tokenizers give their ids to the same tokens
 - compatibility: which models can be decoded with drafts, and for how many positions
@@ -16,7 +17,8 @@
 - cut_layers: models with fewer layers, for good or on trial
 - regions: decoder layers as regions of compiled code, and which layers are alike
 - hidden_states: hidden states captured during a forward, and the LM head as a function
-- linear: linear layers as a CPU multiplies by them fastest; inductor_linear: their products in compiled code
+- linear: linear layers as a CPU multiplies by them fastest; inductor_linear: what inductor writes for
+  their products
 - modules: norm, rotary embedding and gated MLP of the layers that we run ourselves
 
 It imports decode.common only.

@@ -1,43 +1,30 @@
-"""Products of linear layers as operations of compiled code, whose weights are inputs of that code."""
+"""What inductor writes for products of linear layers, whose weights are inputs of the code.
+
+Importing this takes a second, for inductor: only what compiles does, inside a function.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor import config
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
 
-HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
+from decode.model.quantized import w8a8
 
 
-def block_outputs() -> int:
-    """Outputs of a block of an fp32 weight: of inductor's kernels the one for several threads reads 16 in order, an
-    AVX-512 register, and that for one thread 32."""
-    return 32 if torch.get_num_threads() == 1 else 16
-
-
-@torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
-
-    Of its own lowering of oneDNN's product inductor demands that weights are constants of the code.
-    """
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-@packed_linear.register_fake
-def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@register_lowering(torch.ops.draftsmith.packed_linear, type_promotion_kind=None)
-def _(x: Any, packed: Any, bias: Any) -> Any:
-    product = torch.ops.mkldnn._linear_pointwise.default
-    return once(lambda: call(product, x, packed, bias, "none", [], ""))
+def register_lowerings() -> None:
+    """Tells inductor of the functions below. Twice is as once."""
+    ops = torch.ops.draftsmith
+    for operation, lowering in (
+        (ops.packed_linear, packed_linear),
+        (ops.blocked_linear, blocked_linear),
+        (ops.int8_linear, int8_linear),
+        (ops.int4_linear, int4_linear),
+    ):
+        register_lowering(operation, type_promotion_kind=None)(lowering)
 
 
 def call(operation: Any, *given: Any) -> Any:
@@ -56,19 +43,12 @@ def once(multiply: Callable[[], Any]) -> Any:
     return products[key]
 
 
-@torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
-def blocked_linear(x: Tensor, blocks: Tensor) -> Tensor:
-    """x [..., K], which has M rows, times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
-    return torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(len(blocks), -1, -1), blocks)
+def packed_linear(x: Any, packed: Any, bias: Any) -> Any:
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return once(lambda: call(product, x, packed, bias, "none", [], ""))
 
 
-@blocked_linear.register_fake
-def _(x: Tensor, blocks: Tensor) -> Tensor:
-    return x.new_empty(len(blocks), x.shape[:-1].numel(), blocks.shape[2])
-
-
-@register_lowering(torch.ops.draftsmith.blocked_linear, type_promotion_kind=None)
-def _(x: Any, blocks: Any) -> Any:
+def blocked_linear(x: Any, blocks: Any) -> Any:
     """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
     than the rest of the compilation."""
     ops = torch.ops.aten
@@ -82,3 +62,17 @@ def _(x: Any, blocks: Any) -> Any:
             return lowerings[ops.bmm](every, blocks)
 
     return once(multiply)
+
+
+def int8_linear(numbers: Any, weight: Any, scale: Any, zeros: Any) -> Any:
+    """oneDNN's product where weights are packed, else the operation as it is."""
+    if not w8a8.has_int8_products():
+        return call(torch.ops.draftsmith.int8_linear.default, numbers, weight, scale, zeros)
+    product = torch.ops.onednn.qlinear_pointwise.default
+    return call(
+        product, numbers, 1.0, w8a8.ZERO_POINT, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )  # fmt: skip
+
+
+def int4_linear(x: Any, packed: Any, group: int, scales: Any) -> Any:
+    return call(torch.ops.aten._weight_int4pack_mm_for_cpu.default, x, packed, group, scales)

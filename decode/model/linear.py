@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.model.inductor_linear import HAS_VECTORS, block_outputs
-
 # ---- layers that read the same tensor ----
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -61,6 +59,44 @@ class FusedProduct(Generic[L]):
         if place == len(self.layers) - 1:
             self.held = None
         return part
+
+
+# ---- products in compiled code ----
+
+HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
+
+
+def block_outputs() -> int:
+    """Outputs of a block of an fp32 weight: of inductor's kernels the one for several threads reads 16 in order, an
+    AVX-512 register, and that for one thread 32."""
+    return 32 if torch.get_num_threads() == 1 else 16
+
+
+@torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
+
+    Of its own lowering of oneDNN's product inductor demands that weights are constants of the code; what it writes for
+    this one and the next is in decode/model/inductor_linear.py.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@packed_linear.register_fake
+def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
+def blocked_linear(x: Tensor, blocks: Tensor) -> Tensor:
+    """x [..., K], which has M rows, times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
+    return torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(len(blocks), -1, -1), blocks)
+
+
+@blocked_linear.register_fake
+def _(x: Tensor, blocks: Tensor) -> Tensor:
+    return x.new_empty(len(blocks), x.shape[:-1].numel(), blocks.shape[2])
 
 
 # ---- packed weights ----

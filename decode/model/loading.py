@@ -48,10 +48,8 @@ NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 NO_ADAPTER = {"subfolder": "no-adapter"}
 """Where transformers looks for an adapter of a model on the Hub: not beside the weights, to which it would add it."""
 NUMBER_TYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16
+}  # fmt: skip
 DTYPES = NUMBER_TYPES | {
     "int8": torch.float32,
     "int8_bfloat16": torch.bfloat16,
@@ -216,13 +214,13 @@ def stated_config(
     return config
 
 
-def head_is_misstated(name: str, what: str, revision: str | None = None) -> bool:
+def head_is_misstated(name: str, what: str) -> bool:
     """Whether the file config.json says another thing of embedding and LM head than the tensors.
 
     Engines that follow the file compute other logits than this project.
     """
-    stated = stated_config(name, what, revision)
-    tied = stored_tied(stated, model_folder(name, what, revision))
+    stated = stated_config(name, what)
+    tied = stored_tied(stated, model_folder(name, what))
     return tied is not None and tied != tied_heads.flag(stated)
 
 
@@ -490,11 +488,11 @@ def pick_device(device: str) -> str:
     return device
 
 
-def find_dtype(name: str, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
-    """The dtype that is computed in. UserError for a name that is not allowed."""
-    if name not in allowed:
-        raise UserError(f"dtype {name!r}: choose among {', '.join(allowed)}")
-    return allowed[name]
+def find_dtype(name: str) -> torch.dtype:
+    """The dtype that is computed in. UserError for an unknown name."""
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r}: choose among {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _eos_ids(model: Any, name: str) -> frozenset[int]:

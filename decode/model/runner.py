@@ -13,14 +13,7 @@ from transformers.utils import logging
 
 from decode.common.errors import UserError
 from decode.common.in_use import RUNNING, claim
-from decode.model import attention
-from decode.model.compatibility import (
-    cache_name,
-    check_supported,
-    check_trial_pass,
-    context_length,
-    use_grouped_experts,
-)
+from decode.model import attention, compatibility
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.layer_stack import (
@@ -61,7 +54,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, vocab_size: int | None = None, ids: Tensor | None = None):
         self.model = model.eval()
-        self.cache_name = cache_name(model)
+        self.cache_name = compatibility.cache_name(model)
         self.prepare_model()
         columns: int = model.get_output_embeddings().out_features
         self.ids = None if ids is None else ids.to(model.device)
@@ -69,7 +62,7 @@ class ModelRunner:
             self.model = with_head_rows(model, self.ids)
         self.config = decoder_config(model)
         self.device: torch.device = model.device
-        self.context: int = context_length(self.config)
+        self.context: int = compatibility.context_length(self.config)
         self.vocab_size = columns if vocab_size is None else vocab_size
         self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
         self.left_out: Tensor | None = None
@@ -91,16 +84,16 @@ class ModelRunner:
 
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
-        check_supported(self.model)
+        compatibility.check_supported(self.model)
         self.set_attention(attention.ATTENTION_NAME)
-        use_grouped_experts(self.model)
+        compatibility.use_grouped_experts(self.model)
 
     def set_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 
     def try_model(self) -> None:
         """UserError unless a trial pass shows what no property does."""
-        check_trial_pass(self.model, self.config.num_hidden_layers)
+        compatibility.check_trial_pass(self.model, self.config.num_hidden_layers)
 
     def make_cache(self, rows: int, size: int) -> StaticKVCache:
         return StaticKVCache(self.config.num_hidden_layers, rows, size, self.device)
@@ -123,12 +116,9 @@ class ModelRunner:
         if aux_layers != self.aux_layers:
             if self.hidden_state_hooks is not None:
                 self.hidden_state_hooks.remove()
-            self.hidden_state_hooks = self.aux_layers = (
-                None  # stays None if HiddenStateHooks raises
-            )
-            self.hidden_state_hooks = (
-                None if aux_layers is None else HiddenStateHooks(self.model, aux_layers)
-            )
+            self.hidden_state_hooks = self.aux_layers = None
+            if aux_layers is not None:  # which may raise
+                self.hidden_state_hooks = HiddenStateHooks(self.model, aux_layers)
             self.aux_layers = aux_layers
 
     def reserve(self, size: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from decode.common.errors import UserError, first_line
-from decode.model.compatibility import logits_agree
+from decode.model.compatibility import logits_agree, refusal
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.layer_stack import decoder_config
@@ -263,16 +263,15 @@ class Seq2SeqRunner(ModelRunner):
                     for count in lengths
                 ]
         except Exception as error:  # whatever the code of a model raises
-            raise self._refusal(f"fails in a trial pass: {first_line(error)}") from error
+            raise refusal(self.config, f"fails in a trial pass: {first_line(error)}") from error
         wanted = self.widen_logits(torch.stack(expected))
         if not wanted.isfinite().any():
-            raise self._refusal("gives NaN or infinite logits: its weights are damaged")
+            raise refusal(self.config, "gives NaN or infinite logits: its weights are damaged")
         if not logits_agree(found, wanted, self.model.dtype):
-            raise self._refusal("computes other logits for rows of unequal length than for one row")
+            raise refusal(
+                self.config, "computes other logits for rows of unequal length than for one row"
+            )
         self.shape = 0, 0
-
-    def _refusal(self, reason: str) -> UserError:
-        return UserError(f"this {self.config.model_type} model cannot be decoded: it {reason}")
 
     def _decoder_slots(self, base: Tensor) -> Tensor:
         """[B] of slots `base` [B] of rows of prompt and answer. Below 0: before the start token, which is repeated."""

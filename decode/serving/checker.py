@@ -3,22 +3,15 @@
 import warnings
 
 from decode.common.errors import UserError
+from decode.serving import rules
 from decode.serving.engine import ServingEngine
-from decode.serving.hf_engine import TRANSFORMERS
+from decode.serving.hf_engine import TGI, TRANSFORMERS
 from decode.serving.llamacpp_engine import LLAMACPP
-from decode.serving.rules import (
-    COMMON_RULES,
-    REFUSED,
-    SILENT,
-    Finding,
-    check_rules,
-    read_draft,
-    read_target,
-)
+from decode.serving.rules import REFUSED, SILENT, Finding
 from decode.serving.sglang_engine import SGLANG
 from decode.serving.target_outline import load_without_target
 from decode.serving.trtllm_engine import TRTLLM
-from decode.serving.vllm_engine import VLLM
+from decode.serving.vllm_engine import TRITON, VLLM
 
 ENGINES: dict[str, ServingEngine] = {
     "vllm": VLLM,
@@ -28,6 +21,8 @@ ENGINES: dict[str, ServingEngine] = {
     "transformers": TRANSFORMERS,
 }
 """The engines whose rules are known, by their names in settings."""
+ENGINES_OF_CARD = (VLLM, TRITON, SGLANG, TRTLLM, LLAMACPP, TGI, TRANSFORMERS)
+"""Those that a published draft's card has files for, in its order."""
 
 DECODER_RULE, UNCHECKED = "decoder", "unchecked"  # names of findings that no table of rules has
 
@@ -57,12 +52,12 @@ def check_engine_rules(
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}: give one of {', '.join(ENGINES)}")
     known = ENGINES[engine]
-    draft = read_draft(path)
-    own = [rule for rule in known.rules if rule not in COMMON_RULES]
-    if not any(draft.family in rule.families for rule in own):
+    draft = rules.read_draft(path)
+    if not any(draft.family in rule.families for rule in known.rules):
         what = f"there are no rules for drafts of family {draft.family!r}: whether {engine} serves them is not known"
         return [Finding(UNCHECKED, SILENT, what, "this project")]
     if target:
-        model = read_target(target, tokenizer=draft.family == "causal")
-        draft = read_draft(path, model)
-    return check_rules(draft, known.rules, engine_version or known.version)
+        model = rules.read_target(target, tokenizer=draft.family == "causal")
+        draft = rules.read_draft(path, model)
+    wanted = (*rules.COMMON_RULES, *known.rules)
+    return rules.check_rules(draft, wanted, engine_version or known.version)

@@ -60,14 +60,6 @@ def shell_script(words: Sequence[str], trained_for: str | None = None) -> str:
     return f"{note}{body}\n"
 
 
-@dataclass(frozen=True)
-class AcceptanceRule:
-    """One way in which an engine accepts chains at a temperature above 0."""
-
-    rule: str  # one of eval.forecasting.rounds
-    setting: str  # what chooses it
-
-
 KRange = tuple[int, int, int]
 """(first batch size, last batch size, tokens to draft), in an engine's schedule of draft lengths."""
 
@@ -97,14 +89,15 @@ class ServingEngine:
     versions: str  # the versions to which `methods` belong, for people to read
     methods: Mapping[str, Served]
     """By `family` in draftsmith.json; a family that is not here has no method there."""
-    rules: tuple[Rule, ...] = ()  # what it requires of a draft's files
+    rules: tuple[Rule, ...] = ()  # what it requires of a draft's files besides COMMON_RULES
     files: Callable[[ServedDraft], Mapping[str, str]] | None = None
     """{path: text} of what starts it with chains of a draft for which it has a method."""
     note: str = "{versions}"  # what to know of these files
     no_method: str = "{name} has no method for drafts of family {family}"
     captures_embedding: bool = True
     """False: it names layers by their output, so it cannot hand out the target's embedding."""
-    accepts: tuple[AcceptanceRule, ...] = ()
+    accepts: Mapping[str, str] = field(default_factory=dict)
+    """{rule of eval/forecasting/rounds.py: what chooses it} for chains at a temperature above 0."""
     log: LogReader | None = None
 
     def method(self, family: str) -> str:

@@ -9,28 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from decode.common.errors import UserError
+from decode.serving import log_counts as log
 from decode.serving import prometheus
 from decode.serving.engine import LogReader
-from decode.serving.log_counts import (
-    EngineLog,
-    PrintedLine,
-    RequestCounts,
-    Response,
-    answer_tokens,
-    by_position,
-    check_answer,
-    checked,
-    first_choice,
-    log_lines,
-    number,
-    numbers,
-    part,
-    pool,
-    prompt_tokens,
-    read_count,
-    read_histogram,
-    recover,
-)
+from decode.serving.log_counts import EngineLog, PrintedLine, RequestCounts, Response
 
 # ---- vLLM ----
 
@@ -41,47 +23,49 @@ VLLM_LINE = "SpecDecoding metrics:"
 def read_vllm_response(body: Response, where: str) -> RequestCounts:
     """The counts of one response. UserError without metrics.speculative_decoding. A round is counted where drafts were
     scheduled, so steps without a draft are in no figure."""
-    found = part(part(body, "metrics"), "speculative_decoding")
+    found = log.part(log.part(body, "metrics"), "speculative_decoding")
     if not found:
         raise UserError(
             f"{where} has no metrics.speculative_decoding: start vLLM with --per-request-spec-decode-metrics summary, "
             "and ask for one answer a request"
         )
     names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    rounds, drafted, accepted = (read_count(found, key, where) for key in names)
-    histogram = read_histogram(found.get("acceptance_histogram"), "acceptance_histogram", where)
+    rounds, drafted, accepted = (log.read_count(found, key, where) for key in names)
+    histogram = log.read_histogram(found.get("acceptance_histogram"), "acceptance_histogram", where)
     k = len(histogram) - 1
-    accepted_at, reached_at = by_position({k: histogram})
+    accepted_at, reached_at = log.by_position({k: histogram})
     by_length = found.get("acceptance_histogram_by_draft_length")
     if isinstance(by_length, Mapping):
         lengths = {name: int(name) if name.isdecimal() else name for name in by_length}
         histograms = {
-            read_count(lengths, name, where): read_histogram(counts, f"draft length {name}", where)
+            log.read_count(lengths, name, where): log.read_histogram(
+                counts, f"draft length {name}", where
+            )
             for name, counts in by_length.items()
         }
-        reached_at = by_position(histograms)[1]
+        reached_at = log.by_position(histograms)[1]
         reached_at += (0,) * (k - len(reached_at))
     elif drafted != k * rounds:
         reached_at = ()  # rounds of several lengths, and nothing says how many of each
     if sum(histogram) != rounds:
         raise UserError(f"{where}: the histogram is not of {rounds} steps: the log is damaged")
-    usage = part(body, "usage")
+    usage = log.part(body, "usage")
     counts = RequestCounts(
         rounds, drafted, accepted, accepted_at, reached_at,
-        prompt_tokens=prompt_tokens(usage), engine_length=found.get("mean_acceptance_length"),
+        prompt_tokens=log.prompt_tokens(usage), engine_length=found.get("mean_acceptance_length"),
     )  # fmt: skip
-    check_answer(checked(counts, where), answer_tokens(body, usage), False, where)
+    log.check_answer(log.checked(counts, where), log.answer_tokens(body, usage), False, where)
     return counts
 
 
 def read_vllm_log(text: str, path: str) -> EngineLog:
     """The sums of all intervals in a server's log. UserError that names a line whose figures contradict each other."""
     found = []
-    for where, line in log_lines(text, path):
+    for where, line in log.log_lines(text, path):
         if VLLM_LINE not in line:
             continue
         drafted, accepted = (
-            number(rf"\b{x}: (\d+) tokens", line, where) for x in ("Drafted", "Accepted")
+            log.number(rf"\b{x}: (\d+) tokens", line, where) for x in ("Drafted", "Accepted")
         )
         if drafted is None or accepted is None:
             raise UserError(
@@ -89,19 +73,19 @@ def read_vllm_log(text: str, path: str) -> EngineLog:
             )
         if drafted == 0 == accepted:
             continue
-        rate = number(r"[Dd]raft acceptance rate: ([\d.]+)%", line, where, float)
+        rate = log.number(r"[Dd]raft acceptance rate: ([\d.]+)%", line, where, float)
         if rate is not None and (drafted == 0 or abs(100 * accepted / drafted - rate) > 0.051):
             raise UserError(
                 f"{where}: {accepted} accepted of {drafted} drafted tokens are not {rate}%: the line is damaged"
             )
-        length = number(r"Mean acceptance length: ([\d.]+)", line, where, float)
-        rates = numbers(r"Per-position acceptance rate: ([\d., ]+)", line)
-        found.append(recover(PrintedLine(int(drafted), int(accepted), length, rates), where))
+        length = log.number(r"Mean acceptance length: ([\d.]+)", line, where, float)
+        rates = log.numbers(r"Per-position acceptance rate: ([\d., ]+)", line)
+        found.append(log.recover(PrintedLine(int(drafted), int(accepted), length, rates), where))
     if not found:
         raise UserError(
             f"{path} drafted no token: speculative decoding was off, or nothing was asked"
         )
-    total = pool([x.counts for x in found])
+    total = log.pool([x.counts for x in found])
     notes = [
         f"totals of {len(found)} intervals that vLLM logged; its rounds are those with a draft"
     ]
@@ -145,10 +129,10 @@ def read_llamacpp_response(body: Response, where: str) -> RequestCounts:
     timings = body.get("timings")
     if not isinstance(timings, Mapping):
         raise UserError(f"{where} has no timings: log what llama-server answers")
-    predicted = read_count(timings, "predicted_n", where)
-    usage = part(body, "usage")
-    length = answer_tokens(body, usage)
-    read = prompt_tokens({"prompt_tokens": body.get("tokens_evaluated"), **usage})
+    predicted = log.read_count(timings, "predicted_n", where)
+    usage = log.part(body, "usage")
+    length = log.answer_tokens(body, usage)
+    read = log.prompt_tokens({"prompt_tokens": body.get("tokens_evaluated"), **usage})
     if length not in (None, predicted):
         raise UserError(
             f"{where}: timings of {predicted} tokens contradict the answer's length of {length}: the counts are of "
@@ -156,12 +140,14 @@ def read_llamacpp_response(body: Response, where: str) -> RequestCounts:
         )
     if "draft_n" not in timings:
         return RequestCounts(max(0, predicted - 1), 0, 0, prompt_tokens=read)
-    drafted, accepted = (read_count(timings, key, where) for key in ("draft_n", "draft_n_accepted"))
-    checked(RequestCounts(None, drafted, accepted), where)
-    stop = str(body.get("stop_type", "")), str(first_choice(body).get("finish_reason"))
+    drafted, accepted = (
+        log.read_count(timings, key, where) for key in ("draft_n", "draft_n_accepted")
+    )
+    log.checked(RequestCounts(None, drafted, accepted), where)
+    stop = str(body.get("stop_type", "")), str(log.first_choice(body).get("finish_reason"))
     cut = LONGEST_DRAFT if "word" in stop or "stop" in stop else 0
     rounds = _rounds(predicted, drafted, accepted, cut, where)
-    return checked(RequestCounts(rounds, drafted, accepted, prompt_tokens=read), where)
+    return log.checked(RequestCounts(rounds, drafted, accepted, prompt_tokens=read), where)
 
 
 def _rounds(tokens: int, drafted: int, accepted: int, cut: int, where: str) -> int:
@@ -188,7 +174,7 @@ class _PrintedRequest:
         tokens, line = self.tokens, self.line
         if line is None:
             return RequestCounts(max(0, (tokens or 0) - 1), 0, 0)
-        found = replace(recover(line, self.where).counts, engine_length=line.length)
+        found = replace(log.recover(line, self.where).counts, engine_length=line.length)
         if tokens is None:
             return RequestCounts(None, line.drafted, line.accepted, engine_length=line.length)
         # a stop string cuts off no more than a draft has positions
@@ -199,7 +185,7 @@ class _PrintedRequest:
                 f"{self.where}: {known} rounds with a draft and {line.accepted} accepted tokens contradict the "
                 f"answer's length of {tokens}: the log is damaged"
             )
-        return checked(replace(found, rounds=max(rounds, known)), self.where)
+        return log.checked(replace(found, rounds=max(rounds, known)), self.where)
 
 
 def read_llamacpp_log(text: str, path: str) -> EngineLog:
@@ -214,20 +200,20 @@ def read_llamacpp_log(text: str, path: str) -> EngineLog:
         requests.append(current[task])
 
     task = -1
-    for where, line in log_lines(text, path):
+    for where, line in log.log_lines(text, path):
         named = TASK.search(line)
         task = int(named[1]) if named else task  # older versions name it once, above several lines
         if "prompt eval time =" in line and "tokens (" in line:
             begin(task)
         elif "eval time =" in line and task in current:
-            tokens = number(r"/ +(\d+) tokens", line, where)
+            tokens = log.number(r"/ +(\d+) tokens", line, where)
             current[task].tokens = None if tokens is None else int(tokens)
         elif DRAFTS.search(line):
             if task not in current or current[task].line is not None:
                 begin(task)  # the log begins or goes on here
             current[task].line, current[task].where = _printed_line(line, where), where
         elif "acc per pos = (" in line and task in current:
-            rates = numbers(r"acc per pos = \(([\d., ]*)\)", line)
+            rates = log.numbers(r"acc per pos = \(([\d., ]*)\)", line)
             known = current[task].line
             current[task].line = known and replace(known, rates=rates)
     told = [x for x in requests if x.tokens is not None or x.line is not None]
@@ -257,8 +243,8 @@ def _printed_line(line: str, where: str) -> PrintedLine:
         raise UserError(
             f"{where}: {accepted} accepted of {drafted} drafted tokens are not {found[1]}: the line is damaged"
         )
-    length = number(r"mean (?:len|acceptance length) = *([\d.]+)", line, where, float)
-    rates = numbers(r"acceptance rate per position = \(([\d., ]*)\)", line)
+    length = log.number(r"mean (?:len|acceptance length) = *([\d.]+)", line, where, float)
+    rates = log.numbers(r"acceptance rate per position = \(([\d., ]*)\)", line)
     return PrintedLine(drafted, accepted, length, rates)
 
 

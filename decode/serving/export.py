@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import draft_folder, draft_vocab, eagle_layouts, importers, layouts
+from decode.checkpoints import draft_vocab, eagle_layouts, importers, layouts
 from decode.checkpoints.draft_folder import (
-    DraftMetadata,
     check_vocabulary,
     draft_sha256,
     read_metadata,
+    write_metadata,
 )
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
@@ -22,20 +22,10 @@ from decode.common.ranges import FloatName
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.causal import load_ids
 from decode.drafts.registry import draft_family
+from decode.model import loading
 from decode.model.fingerprint import TargetRecord
 from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.formats.gguf_files import gguf_folder
-from decode.model.loading import (
-    NUMBER_TYPES,
-    adapter_folder,
-    head_is_misstated,
-    load_config,
-    load_model,
-    load_target,
-    load_tokenizer,
-    model_folder,
-    tokenizer_fingerprint,
-)
 from decode.model.names import check_name
 from decode.serving import gguf_export, gguf_heads
 
@@ -44,13 +34,17 @@ ExportedFiles = tuple[dict[str, Any], Tensors, str]
 
 
 def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
-    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one. Other checkpoints
-    as they are. UserError if the target is needed and not given."""
+    """Medusa heads that use the target's lm_head, with a copy of it: engines refuse heads without one. Other
+    checkpoints as they are. UserError if the target is needed and not given."""
     if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
         return checkpoint
     if not target:
         raise UserError("these heads use the target's lm_head: give --target")
-    weight = load_model(target, "target", "cpu", "float32").get_output_embeddings().weight.detach()
+    weight = (
+        loading.load_model(target, "target", "cpu", "float32")
+        .get_output_embeddings()
+        .weight.detach()
+    )
     dtype = checkpoint.tensors["blocks.0.layers.0.weight"].dtype
     sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
     tensors = checkpoint.tensors | {"lm_heads.0.weight": weight.to(dtype)}
@@ -59,7 +53,7 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
 
 
 def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
-    """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    """Our layout. UserError for EAGLE-3 heads that no flat config describes to all engines."""
     checkpoint = with_lm_head(checkpoint, target)
     config, tensors = checkpoint.config, checkpoint.tensors
     if checkpoint.family != "eagle3":
@@ -96,7 +90,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
     outer = {key: config[key] for key in eagle_layouts.OUTER_KEYS if key in config}
     method = {"proposal_type": "greedy", "speculative_tokens": k}
     nested = {
-        # No model_type: with one vLLM does not read the other keys.
+        # No model_type: with one the other keys are not read.
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **outer,
@@ -109,7 +103,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
             "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {
                 "name_or_path": target,
-                "architectures": list(load_config(target, "target").architectures or []),
+                "architectures": list(loading.load_config(target, "target").architectures or []),
             },
         },
     }
@@ -154,15 +148,15 @@ def export_hf(path: str, name: str, out: Path) -> None:
     tokenizer."""
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
-    target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
+    target, path = loading.load_target(name, "cpu"), loading.adapter_folder(path, "draft") or path
     check_vocabulary(path, target)
-    dtype = str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
-    model = load_model(path, "draft", "cpu", dtype)
+    dtype = str(loading.load_config(path, "draft").dtype or "float32").removeprefix("torch.")
+    model = loading.load_model(path, "draft", "cpu", dtype)
     size, wanted = model.get_output_embeddings().weight.shape[0], target.runner.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)
-    copied = size == wanted and Path(path).is_dir() and not head_is_misstated(path, "draft")
+    copied = size == wanted and Path(path).is_dir() and not loading.head_is_misstated(path, "draft")
     if copied and ids is None:
         for pattern in ("config.json", "generation_config.json", "model*.safetensors*"):
             for file in Path(path).glob(pattern):
@@ -173,15 +167,8 @@ def export_hf(path: str, name: str, out: Path) -> None:
             draft_vocab.silence_other_tokens(model, ids)
         model.save_pretrained(out, safe_serialization=True)
     for pattern in TOKENIZER_FILES:
-        for file in Path(model_folder(name, "target")).glob(pattern):
+        for file in Path(loading.model_folder(name, "target")).glob(pattern):
             shutil.copyfile(file, out / file.name)
-
-
-def write_metadata(path: str, metadata: DraftMetadata, out: Path) -> None:
-    """Writes draftsmith.json beside the copy, with the checksums of the copy and of the original."""
-    if metadata.is_known:
-        before, now = draft_sha256(path), draft_sha256(str(out))
-        draft_folder.write_metadata(out, replace(metadata, draft_sha256=now, exported_from=before))
 
 
 def export_draft(
@@ -197,7 +184,9 @@ def export_draft(
         raise UserError(f"{out} is not empty: name a new folder with --out")
     if given:
         check_name(given, "target")
-    path = gguf_folder(draft, dtype=NUMBER_TYPES["float32"]) or importers.resolve_folder(draft)
+    path = gguf_folder(draft, dtype=loading.NUMBER_TYPES["float32"]) or importers.resolve_folder(
+        draft
+    )
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
@@ -217,13 +206,14 @@ def export_draft(
         elif layout == "hf":
             export_hf(draft, target, folder)
             if facts.is_known:  # the target's tokenizer may have more tokens
-                own = tokenizer_fingerprint(load_tokenizer(target))
+                own = loading.tokenizer_fingerprint(loading.load_tokenizer(target))
                 facts = replace(facts, tokenizer_hash=own)
         else:
             checkpoint = importers.read_checkpoint(path)
             layouts.write_checkpoint(folder, *LAYOUTS[layout](checkpoint, target, k))
-        if layout != "gguf":  # a folder with a GGUF alone loads as that model
-            write_metadata(path, facts, folder)
+        if layout != "gguf" and facts.is_known:  # a folder with a GGUF alone loads as that model
+            before, now = draft_sha256(path), draft_sha256(str(folder))
+            write_metadata(folder, replace(facts, draft_sha256=now, exported_from=before))
     files = ", ".join(sorted(file.name for file in out.iterdir()))
     lines = [f"{family} in the {layout} layout: {files}"]
     vocab = draft_vocab.VOCAB_FILE

@@ -1,22 +1,9 @@
 """The rules of transformers' `assistant_model=`, which takes causal LMs only."""
 
 from decode.model.loading import load_config
-from decode.serving import family_rules as family
-from decode.serving.engine import AcceptanceRule, Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.rules import (
-    COMMON_RULES,
-    HEAD_FAMILIES,
-    IGNORED,
-    REFUSED,
-    SILENT,
-    Check,
-    DraftFiles,
-    Rule,
-    context_at_least_targets,
-    dtype_mismatch,
-    unsupported,
-    vocab_size_mismatch,
-)
+from decode.serving import checks
+from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
+from decode.serving.rules import HEAD_FAMILIES, IGNORED, REFUSED, SILENT, Check, DraftFiles, Rule
 
 UTILS = "transformers/generation/utils.py (_validate_assistant), 5.23"
 CANDIDATES = (
@@ -27,7 +14,7 @@ MODELING = "transformers/modeling_utils.py, 5.23"
 
 def context(learned: bool, what: str) -> Check:
     """The check of contexts of drafts whose positions are rows of a table, which ends (`learned`), or of the others."""
-    short = context_at_least_targets(what)
+    short = checks.context_at_least_targets(what)
 
     def check(d: DraftFiles) -> list[str]:
         is_learned = "rope_parameters" not in load_config(d.path, "draft").to_dict()
@@ -37,21 +24,20 @@ def context(learned: bool, what: str) -> Check:
 
 
 RULES = (
-    *COMMON_RULES,
-    Rule("heads", HEAD_FAMILIES, REFUSED, UTILS, unsupported("assistant_model takes causal LMs, not heads")),
-    Rule("dtype", ("causal",), IGNORED, MODELING, dtype_mismatch),
-    Rule("vocabulary", ("causal",), REFUSED, f"{UTILS}: other sizes need both tokenizers", vocab_size_mismatch),
+    Rule("heads", HEAD_FAMILIES, REFUSED, UTILS, checks.unsupported("assistant_model takes causal LMs, not heads")),
+    Rule("dtype", ("causal",), IGNORED, MODELING, checks.dtype_mismatch),
+    Rule("vocabulary", ("causal",), REFUSED, f"{UTILS}: other sizes need both tokenizers", checks.vocab_size_mismatch),
     Rule("context", ("causal",), REFUSED, CANDIDATES, context(
         True, "generation ends with an IndexError beyond it"
     )),
     Rule("context-rope", ("causal",), SILENT, CANDIDATES, context(
         False, "it drafts on beyond it, and few tokens are accepted there"
     )),
-    *family.CAUSAL_RULES,
-    Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", family.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, MODELING, family.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, MODELING, family.dropped_lm_head),
-    Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", family.wrong_tokenizer),
+    *checks.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", checks.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, MODELING, checks.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, MODELING, checks.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", checks.wrong_tokenizer),
 )  # fmt: skip
 
 
@@ -88,11 +74,7 @@ TRANSFORMERS = ServingEngine(
     rules=RULES,
     files=serving_files,
     no_method="assistant_model takes language models, not heads",
-    accepts=(
-        AcceptanceRule(
-            "probabilistic", "assistant_model, constant schedule, confidence threshold 0"
-        ),
-    ),
+    accepts={"probabilistic": "assistant_model, constant schedule, confidence threshold 0"},
 )
 TGI = ServingEngine(
     "TGI",

@@ -12,21 +12,11 @@ from dataclasses import dataclass
 
 from decode.checkpoints.eagle_layouts import NORM_FLAGS
 from decode.checkpoints.layouts import VOCAB_MAPS
-from decode.serving import family_rules as family
+from decode.model.formats.gguf_architectures import HEAD_NORMS, LAYER
+from decode.serving import checks
 from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.engine_logs import LLAMACPP_LOG
-from decode.serving.rules import (
-    COMMON_RULES,
-    IGNORED,
-    REFUSED,
-    SILENT,
-    DraftFiles,
-    Rule,
-    context_at_least_targets,
-    dtype_mismatch,
-    unsupported,
-    vocab_size_mismatch,
-)
+from decode.serving.rules import IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_CPP = "src/models/eagle3.cpp"
 DFLASH_CPP = "src/models/dflash.cpp"
@@ -36,20 +26,10 @@ SPECULATIVE_CPP = "common/speculative.cpp"
 
 EAGLE3, DFLASH = ("eagle3",), ("dflash", "dspark")
 
-LAYER_TENSORS = {
-    f"layers.N.{name}.weight": f"blk.N.{stored}.weight"
-    for name, stored in {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }.items()
-}
+LAYER_TENSORS, HEAD_NORM_TENSORS = (
+    {f"layers.N.{ours}.weight": f"blk.N.{stored}.weight" for stored, ours in names.items()}
+    for names in (LAYER, HEAD_NORMS)
+)
 SHARED_TENSORS = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -65,9 +45,8 @@ EAGLE3_TENSORS = {
 DFLASH_TENSORS = {
     **SHARED_TENSORS,
     **LAYER_TENSORS,
+    **HEAD_NORM_TENSORS,
     "hidden_norm.weight": "enc.output_norm.weight",
-    "layers.N.self_attn.q_norm.weight": "blk.N.attn_q_norm.weight",
-    "layers.N.self_attn.k_norm.weight": "blk.N.attn_k_norm.weight",
 }
 DSPARK_TENSORS = {
     **DFLASH_TENSORS,
@@ -144,7 +123,7 @@ def unwritten_tensors(d: DraftFiles) -> Iterator[str]:
 def unwritten_norms(d: DraftFiles) -> Iterator[str]:
     """Norm flags that llama.cpp's graph does not know, and its own converter drops."""
     for flag in NORM_FLAGS:
-        if family.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
+        if checks.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
             yield f"llama.cpp's {d.family} has no {flag}: it would compute as if that were false"
 
 
@@ -176,22 +155,22 @@ def sliding_window(d: DraftFiles) -> Iterator[str]:
 HEAD_RULES = (
     Rule("target-states", tuple(HEADS), REFUSED, GRAPH_CPP, no_hidden_states),
     Rule("unwritten-norm", EAGLE3, SILENT, EAGLE3_CPP, unwritten_norms),
-    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, family.wrong_layer_count),
+    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, checks.wrong_layer_count),
     Rule("states", EAGLE3, REFUSED, EAGLE3_CPP, wrong_state_count),
-    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", family.wrong_anchor),
+    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", checks.wrong_anchor),
     Rule("unknown-tensor", tuple(HEADS), REFUSED, LOADER_CPP, unwritten_tensors),
     Rule("activation", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", wrong_activation),
     Rule("rope-type", tuple(HEADS), SILENT, "this project's exporter", unwritten_rope),
     Rule("window", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", sliding_window),
-    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, unsupported("llama.cpp has no EAGLE-1")),
-    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, unsupported(
+    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, checks.unsupported("llama.cpp has no EAGLE-1")),
+    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, checks.unsupported(
         "llama.cpp has no P-EAGLE: its eagle3 drafts one token a pass, without mask_hidden"
     )),
-    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, unsupported("llama.cpp has no Medusa")),
-    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, unsupported(
+    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, checks.unsupported("llama.cpp has no Medusa")),
+    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, checks.unsupported(
         "llama.cpp has no parallel drafting with a language model: it would run this one token by token, without masks"
     )),
-    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, unsupported(
+    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, checks.unsupported(
         "an MTP layer is no head of its own in llama.cpp but part of its target's GGUF: convert the target with "
         "llama.cpp's convert_hf_to_gguf.py"
     )),
@@ -199,33 +178,32 @@ HEAD_RULES = (
 """What no GGUF that is written here can say, or what no llama-server runs."""
 
 RULES = (
-    *COMMON_RULES,
-    Rule("dtype", ("causal", *HEADS), IGNORED, "this project's exporter: --dtype", dtype_mismatch),
-    Rule("vocabulary", ("causal", *HEADS), REFUSED, f"{EAGLE3_CPP}, {DFLASH_CPP}", vocab_size_mismatch),
-    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, context_at_least_targets(
+    Rule("dtype", ("causal", *HEADS), IGNORED, "this project's exporter: --dtype", checks.dtype_mismatch),
+    Rule("vocabulary", ("causal", *HEADS), REFUSED, f"{EAGLE3_CPP}, {DFLASH_CPP}", checks.vocab_size_mismatch),
+    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, checks.context_at_least_targets(
         "it drafts on beyond it, and few tokens are accepted there"
     )),
     *HEAD_RULES,
-    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, family.wrong_shapes),
-    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, family.missing_tensors),
-    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, family.changed_norm_flags),
-    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, family.rope_mismatch),
-    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, family.unfilled_bias_flags),
-    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", family.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, family.target_width_mismatch),
-    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, family.map_missing),
-    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, family.unneeded_map),
-    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", family.map_wrong),
-    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", family.map_dtype),
-    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, family.wrong_shapes),
-    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, family.missing_tensors),
-    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, family.no_mask_token),
-    Rule("causality", DFLASH, SILENT, DFLASH_CPP, family.causal_blocks),
-    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, family.wrong_block_layers),
-    *family.CAUSAL_RULES,
-    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, family.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, family.wrong_shapes),
-    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", family.wrong_tokenizer),
+    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, checks.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, checks.missing_tensors),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, checks.changed_norm_flags),
+    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, checks.rope_mismatch),
+    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, checks.unfilled_bias_flags),
+    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", checks.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, checks.target_width_mismatch),
+    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, checks.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, checks.unneeded_map),
+    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", checks.map_wrong),
+    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", checks.map_dtype),
+    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, checks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, checks.missing_tensors),
+    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, checks.no_mask_token),
+    Rule("causality", DFLASH, SILENT, DFLASH_CPP, checks.causal_blocks),
+    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, checks.wrong_block_layers),
+    *checks.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, checks.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, checks.wrong_shapes),
+    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", checks.wrong_tokenizer),
 )  # fmt: skip
 
 

@@ -115,9 +115,7 @@ def pool(parts: Sequence[RequestCounts]) -> RequestCounts:
     )
 
 
-def by_position(
-    histograms: Mapping[int, Sequence[int]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def by_position(histograms: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(accepted_at, reached_at) from {drafted tokens k: rounds that accepted 0, 1, … k of them}."""
     depth = max(histograms, default=0)
     accepted = [sum(sum(h[i:]) for h in histograms.values()) for i in range(1, depth + 1)]

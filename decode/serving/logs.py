@@ -11,19 +11,10 @@ from typing import Any
 from decode.common.errors import UserError
 from decode.common.files import parse_json, parse_jsonl, read_text
 from decode.common.secret_patterns import redact
+from decode.serving import log_counts as log
 from decode.serving.checker import ENGINES
 from decode.serving.engine import LogReader
-from decode.serving.log_counts import (
-    EngineLog,
-    FailedRequest,
-    Format,
-    RequestCounts,
-    Response,
-    by_position,
-    checked,
-    first_choice,
-    part,
-)
+from decode.serving.log_counts import EngineLog, FailedRequest, Format, RequestCounts, Response
 
 OWN = "draftsmith"
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -48,8 +39,10 @@ def _own_counts(line: Response, where: str) -> RequestCounts:
             f"{where} is no line of outputs.jsonl: its rounds are [drafted, accepted]"
         ) from None
     drafted, accepted = (sum(pair[i] for pair in rounds) for i in (0, 1))
-    counts = RequestCounts(len(rounds), drafted, accepted, *by_position(histograms))
-    return replace(checked(counts, where), prompt=f"{line.get('task', '')}/{line.get('id', '')}")
+    counts = RequestCounts(len(rounds), drafted, accepted, *log.by_position(histograms))
+    return replace(
+        log.checked(counts, where), prompt=f"{line.get('task', '')}/{line.get('id', '')}"
+    )
 
 
 READERS: dict[str, LogReader] = {
@@ -243,7 +236,7 @@ def _merge_chunks(values: Iterable[Line]) -> list[Line]:
             for key in list(closing):
                 open_answers.pop(key).finished = True
             continue
-        own, slot = chunk.get("id") or part(chunk, "meta_info").get("id"), chunk.get("id_slot")
+        own, slot = chunk.get("id") or log.part(chunk, "meta_info").get("id"), chunk.get("id_slot")
         key = str(own) if own is not None else "" if slot is None else f"slot {slot}"
         if not key and open_answers:  # such as an error that ends the stream
             key = next(reversed(open_answers))
@@ -252,8 +245,8 @@ def _merge_chunks(values: Iterable[Line]) -> list[Line]:
             found.append(open_answers[key])
         answer = open_answers[key]
         answer.body |= {name: value for name, value in chunk.items() if value not in (None, [])}
-        choice, last = first_choice(chunk), chunk.get("stop") is True
-        reasons = (choice.get("finish_reason"), part(chunk, "meta_info").get("finish_reason"))
+        choice, last = log.first_choice(chunk), chunk.get("stop") is True
+        reasons = (choice.get("finish_reason"), log.part(chunk, "meta_info").get("finish_reason"))
         answer.finished |= last or "message" in choice or reasons != (None, None)
         if last or chunk.get("error"):  # of /completion of llama-server, or of any that failed
             open_answers.pop(key)
@@ -269,7 +262,7 @@ def _merge_chunks(values: Iterable[Line]) -> list[Line]:
 def response_of(where: str, line: Any) -> Response:
     """The response in a line: the line itself, or `response` or `response.body` of it."""
     for key in HOLDERS:
-        line = part(line, key) or line
+        line = log.part(line, key) or line
     if not isinstance(line, Mapping):
         raise UserError(f"{where} is no response: write one JSON object per line")
     return line
@@ -302,9 +295,9 @@ def failure(line: Any) -> str | None:
             return _short(holder["error"])
         if holder.get("object") == "error" or set(holder) == {"detail"}:
             return _short(holder)
-    choice = first_choice(holders[-1])
-    for answer in (part(holders[-1], "meta_info"), part(choice, "meta_info"), choice):
-        end = part(answer, "finish_reason").get("type") or answer.get("finish_reason")
+    choice = log.first_choice(holders[-1])
+    for answer in (log.part(holders[-1], "meta_info"), log.part(choice, "meta_info"), choice):
+        end = log.part(answer, "finish_reason").get("type") or answer.get("finish_reason")
         if end in ("abort", "error"):
             return _short(f"ended with {end!r}")
     return None

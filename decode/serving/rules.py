@@ -1,9 +1,5 @@
-"""A draft's files as the rules read them, the rules themselves, and the checks that hold for every family.
+"""A draft's files as the rules read them, what a rule is, and the rules that hold in every engine."""
 
-A check is a function from DraftFiles to sentences, one for each thing that is wrong.
-"""
-
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +15,7 @@ from decode.checkpoints.importers import LAYOUTS
 from decode.checkpoints.layouts import HeadConfig, Shapes, Tensors
 from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
-from decode.model.loading import (
-    load_config,
-    load_tokenizer,
-    stated_config,
-    tokenizer_fingerprint,
-)
+from decode.model.loading import load_config, load_tokenizer, stated_config, tokenizer_fingerprint
 
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
 """What the engine does: it stops with an error; it serves another function than was trained, without an error; it
@@ -165,46 +156,6 @@ def check_rules(draft: DraftFiles, rules: Iterable[Rule], engine_version: str) -
     return sorted(findings, key=lambda finding: order.index(finding.effect))
 
 
-# ---- how checks are made ----
-
-
-def when(applies: Callable[[DraftFiles], object], what: str) -> Check:
-    """The check whose one sentence holds of drafts to which `applies` says yes."""
-    return lambda d: [what] if applies(d) else []
-
-
-def unsupported(why: str) -> Check:
-    return lambda d: [why]
-
-
-def require_value(key: str, wanted: Any, default: Any = None) -> Check:
-    """The check that a setting of config.json has one value; `default` stands for an absent one."""
-    must = f"and must be {json.dumps(wanted)}"
-    return lambda d: (
-        [f"{key} is {json.dumps(value)} {must}" for value in [d.get(key, default)] if value != wanted]
-    )  # fmt: skip
-
-
-def require_keys(*keys: str) -> Check:
-    return lambda d: [f"config.json has no {key}" for key in keys if key not in d.config]
-
-
-def require_tensors(d: DraftFiles, names: Iterable[str]) -> list[str]:
-    return [f"{name} is missing" for name in names if name not in d.tensors]
-
-
-def context_at_least_targets(what: str) -> Check:
-    """The check that a draft can read as many tokens as its target; `what` happens with longer texts."""
-
-    def check(d: DraftFiles) -> Iterator[str]:
-        configs = [d.config, *([] if d.target is None else [d.target.config])]
-        own, *wanted = (c.get("max_position_embeddings") or c.get("n_positions") for c in configs)
-        if own is not None and wanted and wanted[0] is not None and own < wanted[0]:
-            yield f"the draft can read {own} tokens and the target {wanted[0]}: {what}"
-
-    return check
-
-
 # ---- checks on every family ----
 
 
@@ -225,19 +176,6 @@ def not_float_dtype(d: DraftFiles) -> Iterator[str]:
     for name, value in d.tensors.items():
         if name not in (*layouts.VOCAB_MAPS, "token_map") and value.dtype not in known:
             yield f"{d.name_in_file[name]} is {value.dtype}: engines want float32, bfloat16 or float16"
-
-
-def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
-    floats = [value.dtype for value in d.tensors.values() if value.is_floating_point()]
-    dtypes = {str(dtype).removeprefix("torch.") for dtype in floats}
-    for key in ("dtype", "torch_dtype"):
-        if d.config.get(key) is not None and {d.config[key]} != dtypes:
-            yield f"{key} is {d.config[key]}, and the tensors are {', '.join(sorted(dtypes))}"
-
-
-def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
-    if d.target is not None and d.config.get("vocab_size") != d.target.config["vocab_size"]:
-        yield f"vocab_size is {d.config.get('vocab_size')} and the target's {d.target.config['vocab_size']}"
 
 
 FILES_SOURCE = "the files themselves"

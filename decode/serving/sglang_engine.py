@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.serving import family_rules as family
-from decode.serving import prometheus
+from decode.serving import checks, prometheus
+from decode.serving import log_counts as log
 from decode.serving.engine import (
-    AcceptanceRule,
     KRange,
     LogReader,
     Served,
@@ -19,45 +18,15 @@ from decode.serving.engine import (
     ServingEngine,
     shell_script,
 )
-from decode.serving.log_counts import (
-    LENGTH_ERROR,
-    EngineLog,
-    RequestCounts,
-    Response,
-    answer_tokens,
-    by_position,
-    check_answer,
-    checked,
-    first_choice,
-    log_lines,
-    part,
-    prompt_tokens,
-    read_count,
-    read_histogram,
-)
-from decode.serving.rules import (
-    COMMON_RULES,
-    COVERED_EVERYWHERE,
-    EAGLE_FAMILIES,
-    IGNORED,
-    REFUSED,
-    SILENT,
-    DraftFiles,
-    Rule,
-    context_at_least_targets,
-    dtype_mismatch,
-    require_keys,
-    require_value,
-    unsupported,
-    vocab_size_mismatch,
-    when,
-)
+from decode.serving.log_counts import EngineLog, RequestCounts, Response
+from decode.serving.rules import COVERED_EVERYWHERE, IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_PY = "python/sglang/srt/models/llama_eagle3.py"
 EAGLE1_PY = "python/sglang/srt/models/llama_eagle.py"
 CONTEXT_PY = "python/sglang/srt/configs/model_config.py (_derive_context_length)"
 NOTES = "SGLang 0.5.23"
 
+EAGLES = ("eagle1", "eagle3")
 ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 
 
@@ -70,66 +39,65 @@ def wrong_architecture(d: DraftFiles) -> Iterator[str]:
 def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
     """SGLang reads only the key in `eagle_config`, plus one, else the default layers."""
     if d.target_layers is not None:
-        _, outputs = family.named_layers(d)
+        _, outputs = checks.named_layers(d)
         ids = tuple(i + 1 for i in outputs or ())
-        yield from family.wrong_aux_layers(d, ids or family.default_aux_layers(d.target_layers))
+        yield from checks.wrong_aux_layers(d, ids or checks.default_aux_layers(d.target_layers))
 
 
 RULES = (
-    *COMMON_RULES,
-    Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", dtype_mismatch),
-    Rule("vocabulary", ("causal", *EAGLE_FAMILIES), REFUSED, NOTES, vocab_size_mismatch),
-    Rule("context", ("causal", *EAGLE_FAMILIES), REFUSED, CONTEXT_PY, context_at_least_targets(
+    Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", checks.dtype_mismatch),
+    Rule("vocabulary", ("causal", *EAGLES), REFUSED, NOTES, checks.vocab_size_mismatch),
+    Rule("context", ("causal", *EAGLES), REFUSED, CONTEXT_PY, checks.context_at_least_targets(
         "the server starts with --context-length of at most that alone, or with "
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and then few tokens are accepted beyond it"
     )),
-    Rule("medusa", ("medusa",), REFUSED, f"{NOTES} has no Medusa among its algorithms", unsupported(
+    Rule("medusa", ("medusa",), REFUSED, f"{NOTES} has no Medusa among its algorithms", checks.unsupported(
         "SGLang has no Medusa: serve it with vLLM 0.32 or older"
     )),
-    Rule("architecture", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, wrong_architecture),
-    Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, family.speculators_config),
-    Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, family.norm_before_residual),
-    Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, family.changed_norm_flags),
-    Rule("shapes", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, family.wrong_shapes),
-    Rule("missing-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.missing_tensors),
-    Rule("unknown-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: load_weights", family.unknown_tensors),
-    Rule("layer-name", ("eagle3",), SILENT, f"{EAGLE3_PY} at 03d5a77", when(
+    Rule("architecture", EAGLES, REFUSED, EAGLE3_PY, wrong_architecture),
+    Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, checks.speculators_config),
+    Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, checks.norm_before_residual),
+    Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, checks.changed_norm_flags),
+    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, checks.wrong_shapes),
+    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: load_weights", checks.missing_tensors),
+    Rule("unknown-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: load_weights", checks.unknown_tensors),
+    Rule("layer-name", ("eagle3",), SILENT, f"{EAGLE3_PY} at 03d5a77", checks.when(
         lambda d: any(name.startswith("layers.0.") for name in d.name_in_file.values()),
         "tensors of the layer are named layers.0: some older versions drop them, all versions read midlayer",
     ), before="0.5.23"),
-    Rule("dropped-bias", EAGLE_FAMILIES, SILENT, EAGLE3_PY, lambda d: (
-        what for what in family.dropped_biases(d) if not what.startswith("fc.bias")
+    Rule("dropped-bias", EAGLES, SILENT, EAGLE3_PY, lambda d: (
+        what for what in checks.dropped_biases(d) if not what.startswith("fc.bias")
     )),
-    Rule("bias-flags", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.unfilled_bias_flags),
-    Rule("fc-bias", ("eagle1",), SILENT, EAGLE1_PY, when(
+    Rule("bias-flags", EAGLES, SILENT, EAGLE3_PY, checks.unfilled_bias_flags),
+    Rule("fc-bias", ("eagle1",), SILENT, EAGLE1_PY, checks.when(
         lambda d: "fc.bias" not in d.tensors, "fc.bias is missing and stays random: save zeros"
     )),
-    Rule("activation", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, require_value("hidden_act", "silu")),
-    Rule("layers", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.wrong_layer_count),
-    Rule("tied", ("eagle3",), SILENT, EAGLE3_PY, require_value("tie_word_embeddings", False, False)),
-    Rule("rope", EAGLE_FAMILIES, SILENT, EAGLE3_PY, family.rope_mismatch),
-    Rule("rope-keys", EAGLE_FAMILIES, SILENT, "older versions read rope_theta", require_keys("rope_theta")),
-    Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, require_keys("draft_vocab_size")),
-    Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, family.map_missing),
-    Rule("map-superfluous", ("eagle3",), IGNORED, EAGLE3_PY, family.unneeded_map),
-    Rule("map", ("eagle3",), SILENT, EAGLE3_PY, family.map_wrong),
-    Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, family.map_dtype),
-    Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", family.t2d_dtype),
+    Rule("activation", EAGLES, REFUSED, EAGLE3_PY, checks.require_value("hidden_act", "silu")),
+    Rule("layers", EAGLES, SILENT, EAGLE3_PY, checks.wrong_layer_count),
+    Rule("tied", ("eagle3",), SILENT, EAGLE3_PY, checks.require_value("tie_word_embeddings", False, False)),
+    Rule("rope", EAGLES, SILENT, EAGLE3_PY, checks.rope_mismatch),
+    Rule("rope-keys", EAGLES, SILENT, "older versions read rope_theta", checks.require_keys("rope_theta")),
+    Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, checks.require_keys("draft_vocab_size")),
+    Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, checks.map_missing),
+    Rule("map-superfluous", ("eagle3",), IGNORED, EAGLE3_PY, checks.unneeded_map),
+    Rule("map", ("eagle3",), SILENT, EAGLE3_PY, checks.map_wrong),
+    Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, checks.map_dtype),
+    Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", checks.t2d_dtype),
     Rule("taps", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", wrong_aux_layers),
-    Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", when(
-        lambda d: family.named_layers(d)[0] and not family.named_layers(d)[1],
+    Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", checks.when(
+        lambda d: checks.named_layers(d)[0] and not checks.named_layers(d)[1],
         "eagle_aux_hidden_state_layer_ids is ignored without eagle_config: the default layers are read",
     )),
-    Rule("taps-disagree", ("eagle3",), SILENT, NOTES, family.conflicting_aux_layers),
-    Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, family.target_width_mismatch),
-    Rule("parallel", ("pard",), SILENT, f"{NOTES} has no parallel drafting", unsupported(
+    Rule("taps-disagree", ("eagle3",), SILENT, NOTES, checks.conflicting_aux_layers),
+    Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, checks.target_width_mismatch),
+    Rule("parallel", ("pard",), SILENT, f"{NOTES} has no parallel drafting", checks.unsupported(
         "SGLang has no parallel drafting: it would run this model token by token, without masks"
     )),
-    *family.CAUSAL_RULES,
-    Rule("missing-tensor", ("causal",), SILENT, NOTES, family.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, NOTES, family.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, NOTES, family.dropped_lm_head),
-    Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", family.wrong_tokenizer),
+    *checks.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, NOTES, checks.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, NOTES, checks.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, NOTES, checks.dropped_lm_head),
+    Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", checks.wrong_tokenizer),
 )  # fmt: skip
 
 
@@ -169,7 +137,7 @@ MOST_DRAFTS = 256  # tokens that a round drafts at most when their number is loo
 
 
 def meta_info(body: Response) -> Response:
-    return part(body, "meta_info") or part(first_choice(body), "meta_info")
+    return log.part(body, "meta_info") or log.part(log.first_choice(body), "meta_info")
 
 
 def read_response(body: Response, where: str) -> RequestCounts:
@@ -178,30 +146,30 @@ def read_response(body: Response, where: str) -> RequestCounts:
     found = meta_info(body)
     if not found:
         raise UserError(f"{where} has no meta_info: log what /generate of SGLang answers")
-    usage = part(body, "usage") or found
-    if "spec_verify_ct" not in found and read_count(found, "completion_tokens", where) <= 1:
+    usage = log.part(body, "usage") or found
+    if "spec_verify_ct" not in found and log.read_count(found, "completion_tokens", where) <= 1:
         # The answer ended with prefill's token.
-        return RequestCounts(0, 0, 0, prompt_tokens=prompt_tokens(usage))
-    rounds = read_count(found, "spec_verify_ct", where)
+        return RequestCounts(0, 0, 0, prompt_tokens=log.prompt_tokens(usage))
+    rounds = log.read_count(found, "spec_verify_ct", where)
     accepted, drafted = (
-        read_count(found, next((x for x in names if x in found), names[0]), where)
+        log.read_count(found, next((x for x in names if x in found), names[0]), where)
         for names in (ACCEPTED, DRAFTED)
     )
-    accepted_at, reached_at = by_position({})
+    accepted_at, reached_at = log.by_position({})
     key = next((name for name in HISTOGRAM if name in found), None)
     if key is not None and rounds > 0:
-        histogram, k = read_histogram(found[key], key, where), drafted // rounds
+        histogram, k = log.read_histogram(found[key], key, where), drafted // rounds
         histogram += [0] * (k + 1 - len(histogram))
         if sum(histogram) != rounds:
             raise UserError(f"{where}: {key} is not of {rounds} steps: the log is damaged")
-        accepted_at, reached_at = by_position({len(histogram) - 1: histogram})
+        accepted_at, reached_at = log.by_position({len(histogram) - 1: histogram})
         if drafted != k * rounds or len(histogram) != k + 1:
             reached_at = ()  # rounds of several lengths
     counts = RequestCounts(
         rounds, drafted, accepted, accepted_at, reached_at,
-        prompt_tokens=prompt_tokens(usage), engine_length=found.get("spec_accept_length"),
+        prompt_tokens=log.prompt_tokens(usage), engine_length=found.get("spec_accept_length"),
     )  # fmt: skip
-    check_answer(checked(counts, where), answer_tokens(body, usage), True, where)
+    log.check_answer(log.checked(counts, where), log.answer_tokens(body, usage), True, where)
     return counts
 
 
@@ -232,7 +200,7 @@ def read_printed(text: str, path: str) -> EngineLog:
     drafted ones in older versions and not in newer ones; ours follows from accept len, and from the number of drafts
     that makes both figures agree in every line under one of these readings. If more than one does, it is not given."""
     pairs: list[tuple[float, float | None]] = []
-    for where, line in log_lines(text, path):
+    for where, line in log.log_lines(text, path):
         found = PRINTED.search(line)
         if found is None:
             continue
@@ -281,7 +249,7 @@ def _drafts_per_round(pairs: Sequence[tuple[float, float | None]]) -> set[int]:
         for bonus, divisor in ((0, drafts + 1), (1, drafts))
         if all(
             rate is not None
-            and abs((length - bonus) / divisor - rate) <= LENGTH_ERROR * (1 + 1 / divisor)
+            and abs((length - bonus) / divisor - rate) <= log.LENGTH_ERROR * (1 + 1 / divisor)
             for length, rate in pairs
         )
     }
@@ -314,8 +282,6 @@ SGLANG = ServingEngine(
     note="{versions}; its number of draft tokens counts the root: one more than vLLM's",
     captures_embedding=False,
     # Read in copies of its kernel tree_speculative_sampling_target_only, which accepts with p.
-    accepts=(
-        AcceptanceRule("greedy", "default, with --speculative-eagle-topk 1 and thresholds of 1"),
-    ),
+    accepts={"greedy": "default, with --speculative-eagle-topk 1 and thresholds of 1"},
     log=LOG,
 )

@@ -12,16 +12,10 @@ from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
+from decode.model import loading
 from decode.model.compatibility import context_length
 from decode.model.layer_stack import decoder_config, layer_stack
-from decode.model.loading import (
-    Target,
-    auto_class,
-    load_config,
-    load_model,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from decode.model.loading import Target
 
 LANGUAGE_MODELS = ("causal", "pard")
 """Families that read nothing of a target but its tokenizer and its vocabulary."""
@@ -70,15 +64,17 @@ def load_without_target(path: str, target: str = "") -> Draft:
     folder = importers.resolve_folder(path)
     family = draft_family(folder)
     if target:
-        config = load_config(target, "target")
+        config = loading.load_config(target, "target")
     elif family in (*LANGUAGE_MODELS, "mtp"):  # the folder of MTP layers has their target's config
-        config = load_config(folder, "draft")
+        config = loading.load_config(folder, "draft")
     else:
         config = fitting_config(folder, family)
     tokenizer = tokenizer_for(folder, family, target)
     recorded = str(read_metadata(folder).tokenizer_hash)
     own = outline(
-        config, recorded if tokenizer is None else tokenizer_fingerprint(tokenizer), tokenizer
+        config,
+        recorded if tokenizer is None else loading.tokenizer_fingerprint(tokenizer),
+        tokenizer,
     )
     if family == "mtp":
         give_last_layer(own.runner.model)
@@ -92,7 +88,7 @@ def tokenizer_for(folder: str, family: str, target: str) -> Any:
     """The target's tokenizer, of a language model without a target its own; None where it is not known."""
     if family in LANGUAGE_MODELS or target:
         try:
-            return load_tokenizer(target or folder)
+            return loading.load_tokenizer(target or folder)
         except UserError:
             if family in LANGUAGE_MODELS:
                 raise
@@ -119,7 +115,7 @@ def fitting_config(folder: str, family: str) -> LlamaConfig:
 def outline(config: Any, fingerprint: str, tokenizer: Any = None) -> Target:
     """A Target of this config without weights."""
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = loading.auto_class(config).from_config(config)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         zeros = torch.zeros(1, 1).expand(module.weight.shape)
         module.weight = UnknownMatrix(zeros, requires_grad=False)
@@ -136,6 +132,6 @@ def give_last_layer(model: Any) -> None:
 
 def give_matrices(model: Any, target: str) -> None:
     """Gives an outline the embedding and the LM head of `target`."""
-    read = load_model(target, "target", "cpu", "float32", with_layers=False)
+    read = loading.load_model(target, "target", "cpu", "float32", with_layers=False)
     model.get_input_embeddings().weight = read.get_input_embeddings().weight
     model.get_output_embeddings().weight = read.get_output_embeddings().weight

@@ -5,23 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.checkpoints import layouts
-from decode.serving import family_rules as family
+from decode.serving import checks
 from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.rules import (
-    COMMON_RULES,
-    COVERED_EVERYWHERE,
-    REFUSED,
-    SILENT,
-    DraftFiles,
-    Rule,
-    context_at_least_targets,
-    dtype_mismatch,
-    require_keys,
-    require_value,
-    unsupported,
-    vocab_size_mismatch,
-    when,
-)
+from decode.serving.rules import COVERED_EVERYWHERE, REFUSED, SILENT, DraftFiles, Rule
 
 SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
 CONTEXT_PY = "tensorrt_llm/_torch/pyexecutor/model_engine.py (_init_max_seq_len)"
@@ -29,53 +15,57 @@ DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
 
 
 def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
-    wanted = family.trained_aux_layers(d)
-    if wanted and d.target_layers and wanted != family.default_aux_layers(d.target_layers):
+    wanted = checks.trained_aux_layers(d)
+    if wanted and d.target_layers and wanted != checks.default_aux_layers(d.target_layers):
         yield f"the head does not read the default layers: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"
 
 
 EAGLE3 = ("eagle3",)
 RULES = (
-    *COMMON_RULES,
-    Rule("dtype", COVERED_EVERYWHERE, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
-    Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, vocab_size_mismatch),
-    Rule("context", ("causal", "eagle3"), REFUSED, CONTEXT_PY, context_at_least_targets(
+    Rule("dtype", COVERED_EVERYWHERE, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules",
+         checks.dtype_mismatch),
+    Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, checks.vocab_size_mismatch),
+    Rule("context", ("causal", "eagle3"), REFUSED, CONTEXT_PY, checks.context_at_least_targets(
         "the server takes the smaller number for both and refuses longer requests"
     )),
-    Rule("eagle1", ("eagle1",), REFUSED, SOURCE, unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
-    Rule("nested-config", EAGLE3, REFUSED, SOURCE, family.speculators_config),
-    Rule("settings", EAGLE3, REFUSED, SOURCE, require_keys("attention_bias", "torch_dtype", "num_hidden_layers")),
-    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, family.norm_before_residual),
-    Rule("norm-before-fc", EAGLE3, SILENT, SOURCE, when(
+    Rule("eagle1", ("eagle1",), REFUSED, SOURCE, checks.unsupported(
+        "the PyTorch backend has no EAGLE-1 of a Llama layer"
+    )),
+    Rule("nested-config", EAGLE3, REFUSED, SOURCE, checks.speculators_config),
+    Rule("settings", EAGLE3, REFUSED, SOURCE,
+         checks.require_keys("attention_bias", "torch_dtype", "num_hidden_layers")),
+    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, checks.norm_before_residual),
+    Rule("norm-before-fc", EAGLE3, SILENT, SOURCE, checks.when(
         lambda d: d.get("norm_before_fc", False) and not (d.get("eagle_config") or {}).get("norm_before_fc"),
         "norm_before_fc is ignored outside eagle_config",
     )),
-    Rule("norm-flags", EAGLE3, SILENT, SOURCE, family.changed_norm_flags),
-    Rule("shapes", EAGLE3, REFUSED, SOURCE, family.wrong_shapes),
-    Rule("missing-tensor", EAGLE3, SILENT, SOURCE, family.missing_tensors),
-    Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, family.unknown_tensors),
-    Rule("dropped-bias", EAGLE3, SILENT, SOURCE, family.dropped_biases),
-    Rule("bias-flags", EAGLE3, SILENT, SOURCE, family.unfilled_bias_flags),
-    Rule("activation", EAGLE3, SILENT, SOURCE, require_value("hidden_act", "silu")),
-    Rule("layers", EAGLE3, SILENT, SOURCE, family.wrong_layer_count),
-    Rule("rope", EAGLE3, SILENT, SOURCE, family.rope_mismatch),
-    Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", require_keys("rope_theta")),
-    Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size", require_keys("draft_vocab_size")),
-    Rule("map-missing", EAGLE3, SILENT, SOURCE, family.map_missing),
-    Rule("map", EAGLE3, SILENT, SOURCE, family.map_wrong),
-    Rule("map-dtype", EAGLE3, SILENT, SOURCE, family.map_dtype),
+    Rule("norm-flags", EAGLE3, SILENT, SOURCE, checks.changed_norm_flags),
+    Rule("shapes", EAGLE3, REFUSED, SOURCE, checks.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, SILENT, SOURCE, checks.missing_tensors),
+    Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, checks.unknown_tensors),
+    Rule("dropped-bias", EAGLE3, SILENT, SOURCE, checks.dropped_biases),
+    Rule("bias-flags", EAGLE3, SILENT, SOURCE, checks.unfilled_bias_flags),
+    Rule("activation", EAGLE3, SILENT, SOURCE, checks.require_value("hidden_act", "silu")),
+    Rule("layers", EAGLE3, SILENT, SOURCE, checks.wrong_layer_count),
+    Rule("rope", EAGLE3, SILENT, SOURCE, checks.rope_mismatch),
+    Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", checks.require_keys("rope_theta")),
+    Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size",
+         checks.require_keys("draft_vocab_size")),
+    Rule("map-missing", EAGLE3, SILENT, SOURCE, checks.map_missing),
+    Rule("map", EAGLE3, SILENT, SOURCE, checks.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, SOURCE, checks.map_dtype),
     Rule("taps", EAGLE3, SILENT, "eagle3_layers_to_capture of the server", non_default_aux_layers),
-    Rule("taps-disagree", EAGLE3, SILENT, SOURCE, family.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, SOURCE, family.target_width_mismatch),
-    Rule("layout", ("medusa",), REFUSED, "TensorRT-LLM examples/medusa, from notes", when(
+    Rule("taps-disagree", EAGLE3, SILENT, SOURCE, checks.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, SOURCE, checks.target_width_mismatch),
+    Rule("layout", ("medusa",), REFUSED, "TensorRT-LLM examples/medusa, from notes", checks.when(
         lambda d: any(name.startswith("blocks.") for name in d.name_in_file.values()),
         "tensors have vLLM's names: export it with --format medusa-legacy",
     )),
-    *family.CAUSAL_RULES,
-    Rule("missing-tensor", ("causal",), SILENT, DRAFT_TARGET_SOURCE, family.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, DRAFT_TARGET_SOURCE, family.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, family.dropped_lm_head),
-    Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", family.wrong_tokenizer),
+    *checks.CAUSAL_RULES,
+    Rule("missing-tensor", ("causal",), SILENT, DRAFT_TARGET_SOURCE, checks.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, DRAFT_TARGET_SOURCE, checks.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, checks.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", checks.wrong_tokenizer),
 )  # fmt: skip
 
 

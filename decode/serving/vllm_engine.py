@@ -11,32 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from decode.serving import family_rules as family
-from decode.serving.engine import (
-    AcceptanceRule,
-    KRange,
-    Served,
-    ServedDraft,
-    ServingEngine,
-    shell_script,
-)
+from decode.serving import checks
+from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.engine_logs import VLLM_LOG
-from decode.serving.rules import (
-    ALL_FAMILIES,
-    COMMON_RULES,
-    IGNORED,
-    REFUSED,
-    SILENT,
-    DraftFiles,
-    Rule,
-    context_at_least_targets,
-    dtype_mismatch,
-    require_tensors,
-    require_value,
-    unsupported,
-    vocab_size_mismatch,
-    when,
-)
+from decode.serving.rules import ALL_FAMILIES, IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
 EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
@@ -122,7 +100,7 @@ def wrong_nested_config(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
-    return (w for w in family.unknown_tensors(d) if not w.startswith("input_norm"))
+    return (w for w in checks.unknown_tensors(d) if not w.startswith("input_norm"))
 
 
 def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
@@ -133,13 +111,13 @@ def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
 
 def aux_layers(d: DraftFiles, count: int) -> tuple[int, ...]:
     """The layers that vLLM reads: its own key, else SGLang's key without an offset, else the default."""
-    top, outputs = family.named_layers(d)
-    return tuple(sorted(set(top or outputs or ()))) or family.default_aux_layers(count)
+    top, outputs = checks.named_layers(d)
+    return tuple(sorted(set(top or outputs or ()))) or checks.default_aux_layers(count)
 
 
 def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
     if d.target_layers is not None:
-        yield from family.wrong_aux_layers(d, aux_layers(d, d.target_layers))
+        yield from checks.wrong_aux_layers(d, aux_layers(d, d.target_layers))
 
 
 MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
@@ -156,7 +134,7 @@ def missing_mtp_tensors(d: DraftFiles) -> Iterator[str]:
     """The layer's own tensors, at the number behind the target's last layer."""
     number = d.get("num_hidden_layers", 0)
     names = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
-    yield from require_tensors(d, [f"model.layers.{number}.{name}" for name in names])
+    yield from checks.require_tensors(d, [f"model.layers.{number}.{name}" for name in names])
     if not d.get("num_nextn_predict_layers", 0):
         yield "num_nextn_predict_layers is not set: the engine looks for no such layer"
 
@@ -213,84 +191,83 @@ NUMBERED = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 """How names of tensors begin in the layout of FasterDecoding."""
 
 RULES = (
-    *COMMON_RULES,
-    Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
-    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
-    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, context_at_least_targets(
+    Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", checks.dtype_mismatch),
+    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, checks.vocab_size_mismatch),
+    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, checks.context_at_least_targets(
         "nothing is drafted for a whole batch in which one text has come within K tokens of it"
     )),
     # EAGLE
     Rule("architecture", EAGLES, REFUSED, EAGLE_CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
-    Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, when(
+    Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, checks.when(
         lambda d: d.is_speculators_format and "norm_before_residual" not in d.raw_config,
         "norm_before_residual is not set: the default is true here, and false in a flat config",
     )),
-    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, family.wrong_shapes),
-    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", family.missing_tensors),
+    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, checks.wrong_shapes),
+    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", checks.missing_tensors),
     Rule("unknown-tensor", EAGLES, REFUSED, WEIGHTS_PY, unknown_tensors),
-    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, when(
-        lambda d: "input_norm.weight" in d.tensors and not family.norm_flag(d, "norm_before_fc"),
+    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, checks.when(
+        lambda d: "input_norm.weight" in d.tensors and not checks.norm_flag(d, "norm_before_fc"),
         "input_norm.weight is skipped: norm_before_fc is not true",
     )),
-    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, family.dropped_biases),
-    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, family.unfilled_bias_flags),
-    Rule("activation", EAGLES, REFUSED, LLAMA_PY, require_value("hidden_act", "silu")),
-    Rule("layers", EAGLES, SILENT, EAGLE3_PY, family.wrong_layer_count),
-    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", family.rope_mismatch),
-    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, family.changed_norm_flags),
+    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, checks.dropped_biases),
+    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, checks.unfilled_bias_flags),
+    Rule("activation", EAGLES, REFUSED, LLAMA_PY, checks.require_value("hidden_act", "silu")),
+    Rule("layers", EAGLES, SILENT, EAGLE3_PY, checks.wrong_layer_count),
+    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", checks.rope_mismatch),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, checks.changed_norm_flags),
     Rule("draft-vocabulary", EAGLE3, REFUSED, EAGLE3_PY, implicit_draft_vocab_size),
-    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, family.map_missing),
-    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, family.unneeded_map),
-    Rule("map", EAGLE3, SILENT, EAGLE3_PY, family.map_wrong),
-    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, family.map_dtype),
-    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", family.t2d_dtype),
+    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, checks.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, checks.unneeded_map),
+    Rule("map", EAGLE3, SILENT, EAGLE3_PY, checks.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, checks.map_dtype),
+    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", checks.t2d_dtype),
     Rule("taps", EAGLE3, SILENT, RUNNER_PY, wrong_aux_layers),
-    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, family.conflicting_aux_layers),
-    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, family.target_width_mismatch),
+    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, checks.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, checks.target_width_mismatch),
     # blocks
-    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, family.no_mask_token),
-    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, lambda d: require_tensors(d, ["mask_hidden"])),
+    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, checks.no_mask_token),
+    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, lambda d: checks.require_tensors(d, ["mask_hidden"])),
     Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
-    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, family.wrong_shapes),
-    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", family.missing_tensors),
-    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, family.unknown_tensors),
-    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, when(
+    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, checks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", checks.missing_tensors),
+    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, checks.unknown_tensors),
+    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, checks.when(
         lambda d: d.is_speculators_format and not d.get("sliding_window_non_causal", False),
         "sliding_window_non_causal is not true: every layer becomes causal, and blocks were trained both ways",
     )),
-    Rule("causality", DFLASH, SILENT, DFLASH_PY, family.causal_blocks),
-    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", family.wrong_anchor),
-    Rule("taps", DFLASH, SILENT, RUNNER_PY, family.wrong_block_layers),
-    Rule("map", DFLASH, SILENT, DFLASH_PY, family.map_wrong),
-    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, family.map_dtype),
-    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, require_value("markov_head_type", "vanilla", "vanilla")),
+    Rule("causality", DFLASH, SILENT, DFLASH_PY, checks.causal_blocks),
+    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", checks.wrong_anchor),
+    Rule("taps", DFLASH, SILENT, RUNNER_PY, checks.wrong_block_layers),
+    Rule("map", DFLASH, SILENT, DFLASH_PY, checks.map_wrong),
+    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, checks.map_dtype),
+    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, checks.require_value("markov_head_type", "vanilla", "vanilla")),
     # MTP layers
     Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, unknown_mtp_target),
     Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, missing_mtp_tensors),
     # Medusa
-    Rule("removed", ("medusa",), REFUSED, "vLLM 0.33.0 has no Medusa", unsupported(
+    Rule("removed", ("medusa",), REFUSED, "vLLM 0.33.0 has no Medusa", checks.unsupported(
         "vLLM has no Medusa from 0.33.0 on: serve it with 0.32 or older"
     ), since="0.33"),
-    Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, family.missing_medusa_tensors),
-    Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, family.unknown_medusa_tensors),
+    Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, checks.missing_medusa_tensors),
+    Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, checks.unknown_medusa_tensors),
     Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, dropped_medusa_biases),
     Rule("shared-projection", ("medusa",), SILENT, MEDUSA_PY, dropped_projections),
-    Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, family.wrong_shapes),
+    Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, checks.wrong_shapes),
     Rule("sizes", ("medusa",), REFUSED, f"{MEDUSA_CONFIG_PY}: 4096 by default", hidden_size_mismatch),
     Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, missing_token_map),
     Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, ambiguous_keys),
     Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, vocab_rows_mismatch),
-    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", when(
+    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", checks.when(
         lambda d: any(map(NUMBERED.match, d.name_in_file.values())),
         "tensors are numbered: export it with --format flat",
     ), before="0.32"),
     # causal
-    *(replace(rule, families=LMS) for rule in family.CAUSAL_RULES),
-    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, family.missing_tensors),
-    Rule("shapes", LMS, REFUSED, LOADER_PY, family.wrong_shapes),
-    Rule("tied", LMS, SILENT, LLAMA_PY, family.dropped_lm_head),
-    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", family.wrong_tokenizer),
+    *(replace(rule, families=LMS) for rule in checks.CAUSAL_RULES),
+    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, checks.missing_tensors),
+    Rule("shapes", LMS, REFUSED, LOADER_PY, checks.wrong_shapes),
+    Rule("tied", LMS, SILENT, LLAMA_PY, checks.dropped_lm_head),
+    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", checks.wrong_tokenizer),
 )  # fmt: skip
 
 
@@ -335,13 +312,11 @@ def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
 
 # Read in the code of 0.32 (v1/sample/rejection_sampler.py, v1/worker/gpu/spec_decode); the first two were compared with
 # the engine (docs/results/forecast_vllm.json).
-ACCEPTS = (
-    AcceptanceRule("greedy", "default (draft_sample_method greedy); n-grams and Medusa always"),
-    AcceptanceRule("probabilistic", "draft_sample_method probabilistic"),
-    AcceptanceRule(
-        "block", "draft_sample_method probabilistic, rejection_sample_method block; runner V2"
-    ),
-)
+ACCEPTS = {
+    "greedy": "default (draft_sample_method greedy); n-grams and Medusa always",
+    "probabilistic": "draft_sample_method probabilistic",
+    "block": "draft_sample_method probabilistic, rejection_sample_method block; runner V2",
+}
 
 V1 = "0.32, in its runner V1"
 EAGLE_OPTIONS = {"draft_tensor_parallel_size": 1}

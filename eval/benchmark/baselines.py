@@ -1,10 +1,11 @@
-"""Other engines on the same prompts: transformers' generate, its assisted generation and prompt lookup, and vLLM.
+"""Other engines on the same prompts: transformers' generate, its assisted generation and prompt lookup, llama.cpp and
+vLLM.
 
 Each decodes one prompt at a time, prompt ids in, ids out, ended at the same EOS, limit and stop strings.
 
-transformers takes turns with our own methods, prompt by prompt (eval/benchmark/timing.py), so a machine that slows down
-slows all alike. vLLM runs afterwards: it is another process, and two engines would share one device. Its `speedup` is
-only as reliable as the machine is quiet; token ids, τ and counts do not depend on that.
+transformers and llama.cpp take turns with our own methods, prompt by prompt (eval/benchmark/timing.py), so a machine
+that slows down slows all alike. vLLM runs afterwards: it is another process, and two engines would share one device.
+Its `speedup` is only as reliable as the machine is quiet; token ids, τ and counts do not depend on that.
 
 `speedup` compares with our plain decoding, one prompt at a time. Where ours decodes batches, the others still take
 turns but have no speed-up: a batch's seconds are not those of one prompt.
@@ -12,6 +13,7 @@ turns but have no speed-up: a batch's seconds are not those of one prompt.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ from decode.model.seq2seq import (
 )
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
+from eval.benchmark import llamacpp_baseline
 from eval.benchmark.config import requested_engines
+from eval.benchmark.llamacpp_baseline import LlamaCppEngine
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
@@ -44,7 +48,7 @@ from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import StopMatcher, trim_at_stop
 
-UNASSISTED_ENGINE = {"hf-assisted": "hf", "hf-lookup": "hf", "vllm": "vllm"}
+UNASSISTED_ENGINE = {"hf-assisted": "hf", "hf-lookup": "hf", "llamacpp": "llamacpp", "vllm": "vllm"}
 """{engine: the engine to compare it with, which is the same one without a draft}."""
 DRAFT_BEFORE_PREFILL = ("hf-assisted", "hf-lookup")
 """Engines whose first pass reads the prompt and verifies drafts too, so that it counts as a round."""
@@ -63,6 +67,8 @@ def check(s: EvalConfig, target: Target, methods: Sequence[Method]) -> None:
     for engine in requested_engines(s):
         if engine in needs and not _supported_methods(engine, methods, s):
             raise UserError(f"compare {engine}: {needs[engine]}")
+        if engine == "llamacpp":
+            llamacpp_baseline.check(s, target)
         if engine == "vllm" and target.is_encoder_decoder:
             raise UserError("compare vllm: it serves no encoder-decoders, drop vllm from --compare")
         if engine == "vllm" and not vllm_client.has_vllm(s.vllm_python):
@@ -72,19 +78,26 @@ def check(s: EvalConfig, target: Target, methods: Sequence[Method]) -> None:
 
 
 def interleaved_baselines(
-    s: EvalConfig, target: Target, model: Any, methods: Sequence[Method], sampling: SamplingParams
-) -> dict[str, Callable[[TaskPrompt], EngineAnswer]]:
+    s: EvalConfig, target: Target, model: Any, methods: Sequence[Method], sampling: SamplingParams,
+    context: int, block: ExitStack,
+) -> dict[str, Callable[[TaskPrompt], EngineAnswer]]:  # fmt: skip
     """{label: function that decodes one prompt} of the engines that take turns with our methods; none of them raises.
 
     An answer is {ids, seconds, rounds, accepted}, or {error}; rounds and accepted are None where an engine does not
-    report them.
+    report them. `context` is the tokens of the longest request with its answer. What an engine needs until the last
+    answer is entered into `block`.
     """
-    return {
-        engine_label(engine, method): TransformersEngine(s, target, model, method, sampling).answer
-        for engine in requested_engines(s)
-        if engine != "vllm"
-        for method in _supported_methods(engine, methods, s)
-    }
+    found: dict[str, Callable[[TaskPrompt], EngineAnswer]] = {}
+    for engine in requested_engines(s):
+        for method in _supported_methods(engine, methods, s):
+            if engine == "llamacpp":
+                answer = LlamaCppEngine(s, target, method, sampling, context, block).answer
+            elif engine != "vllm":
+                answer = TransformersEngine(s, target, model, method, sampling).answer
+            else:
+                continue
+            found[engine_label(engine, method)] = answer
+    return found
 
 
 def compare_engines(
@@ -148,6 +161,8 @@ def _supported_methods(
         return [m for m in methods if type(m.draft) is CausalDraft and m.shape is None]
     if engine == "hf-lookup":
         return [m for m in methods if isinstance(m.draft, NgramDraft)]
+    if engine == "llamacpp":
+        return [None, *llamacpp_baseline.drafts_of(methods, s)]
     served = {
         m.name
         for m in s.methods
@@ -248,7 +263,8 @@ def _engine_entries(
                     for i in at
                     if "error" in answers[i]
                 ],
-                transformers=transformers.__version__ if engine != "vllm" else None,
+                transformers=transformers.__version__ if engine.startswith("hf") else None,
+                **(llamacpp_baseline.described(s) if engine == "llamacpp" else {}),
                 repaired=answers[0].get("repaired", []),
             )
         )

@@ -1,5 +1,7 @@
 """The checks of the settings of eval/run.py before anything is measured, and what follows from them."""
 
+from pathlib import Path
+
 from decode.common.errors import UserError
 from decode.common.ranges import MAX_DRAFT_LENGTH
 from decode.common.target_settings import QUANTIZED_DTYPES
@@ -12,7 +14,7 @@ from decode.verification.registry import find_rule
 from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.dataset_specs import load_dataset_specs
 
-ENGINES = ("hf", "hf-assisted", "hf-lookup", "vllm")
+ENGINES = ("hf", "hf-assisted", "hf-lookup", "llamacpp", "vllm")
 
 
 def adaptive_config(m: MethodConfig) -> AdaptiveConfig | None:
@@ -25,11 +27,16 @@ def requested_engines(s: EvalConfig) -> list[str]:
     return [name.strip() for name in s.compare.split(",") if name.strip()]
 
 
+def served_gguf(s: EvalConfig) -> str:
+    """The target's GGUF file that llama.cpp serves; "" if it has to be written."""
+    return s.llama_gguf or (s.target if Path(s.target).suffix == ".gguf" else "")
+
+
 def input_paths(s: EvalConfig) -> list[str]:
     """What the run reads: folders and files, or names of other things."""
     models = [s.target, s.original, *(m.draft for m in s.methods)]
     grammars = [s.constraint.json_schema, s.constraint.grammar]
-    return [*models, *grammars, *(task.path for task in s.tasks)]
+    return [*models, s.llama_gguf, *grammars, *(task.path for task in s.tasks)]
 
 
 def check(s: EvalConfig) -> None:
@@ -54,6 +61,10 @@ def check(s: EvalConfig) -> None:
          "compare vllm: give --vllm_python, an interpreter that has vLLM"),
         ("vllm" in engines and s.dtype in QUANTIZED_DTYPES,
          f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm"),
+        ("llamacpp" in engines and s.llama_gguf and not Path(s.llama_gguf).is_file(),
+         f"no file {s.llama_gguf}: correct --llama_gguf"),
+        ("llamacpp" in engines and s.dtype in QUANTIZED_DTYPES and not served_gguf(s),
+         f"compare llamacpp: dtype {s.dtype} is not written as GGUF: give --llama_gguf, the file that it serves"),
         (s.check_law and not any(s.temperatures), "check_law tests sampling: add a temperature above 0"),
         (grammar and s.mode != "eager",
          "constraint: a grammar is asked for each token on the host: choose mode eager"),

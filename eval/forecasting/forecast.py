@@ -186,10 +186,10 @@ def forecast(
         tasks=[task_version(task) for task in s.tasks],
         max_new_tokens=s.max_new_tokens,
         engines=[
-            EngineRule(engine, x.rule, x.setting)
+            EngineRule(engine, rule, setting)
             for engine, accepts in ENGINE_RULES.items()
-            for x in accepts
-            if engine in s.engines and x.rule in rules
+            for rule, setting in accepts.items()
+            if engine in s.engines and rule in rules
         ],
         rows=rows,
         costs={"from": s.costs, "points": points},

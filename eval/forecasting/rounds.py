@@ -14,7 +14,7 @@ Leviathan et al. 2023; Sun et al. 2025 for blocks.) A round that accepts a token
 further on. Both together are a Markov chain along the text, whose expected counts are sums: nothing is simulated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 
 from decode.common.errors import UserError
 from decode.serving.checker import ENGINES
-from decode.serving.engine import AcceptanceRule
 from eval.metrics.bootstrap import Array
 
 
@@ -135,14 +134,11 @@ def add_rounds(texts: Sequence[ExpectedRounds]) -> ExpectedRounds:
     return ExpectedRounds(**sums)
 
 
-ENGINE_RULES: dict[str, tuple[AcceptanceRule, ...]] = {
+ENGINE_RULES: dict[str, Mapping[str, str]] = {
     **{name: engine.accepts for name, engine in ENGINES.items() if engine.accepts},
-    "draftsmith": (
-        AcceptanceRule("probabilistic", "rule exact"),
-        AcceptanceRule("block", "rule block"),
-    ),
+    "draftsmith": {"probabilistic": "rule exact", "block": "rule block"},
 }
-"""How engines accept chains at a temperature above 0."""
+"""How engines accept chains at a temperature above 0: {engine: {rule: what chooses it}}."""
 
 
 def rules_of(engines: Sequence[str]) -> list[str]:
@@ -151,4 +147,4 @@ def rules_of(engines: Sequence[str]) -> list[str]:
         if engine not in ENGINE_RULES:
             raise UserError(f"no engine {engine!r}: give some of {', '.join(ENGINE_RULES)}")
     accepts = [x for engine, own in ENGINE_RULES.items() if engine in engines for x in own]
-    return list(dict.fromkeys(x.rule for x in accepts))
+    return list(dict.fromkeys(accepts))

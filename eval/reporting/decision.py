@@ -9,11 +9,11 @@ takes precedence over these rules, because it already contains everything that t
 from dataclasses import dataclass
 from typing import Literal
 
+from decode.common.progress import format_bytes
 from decode.common.typed_json import Estimate
 from eval.metrics import roofline
 from eval.reporting.formatting import (
     NOT_MEASURED,
-    format_bytes,
     format_estimate,
     format_number,
     format_percent,

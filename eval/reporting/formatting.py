@@ -39,14 +39,6 @@ def format_percent(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{100 * value:.0f} %"
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes in B, KiB, MiB or GiB."""
-    for unit, limit in (("B", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
-        if count < limit:
-            return f"{count * 2**10 / limit:,.0f} {unit}"
-    return f"{count / 2**30:,.1f} GiB"
-
-
 def format_value(value: Any) -> str:
     """Any value of a report as text: – for None, yes or no for a bool, "key value, key value" for a dict."""
     if value is None:

@@ -62,6 +62,7 @@ def row_name(m: Entry) -> str:
         "hf": "transformers",
         "hf-assisted": "transformers, assisted by",
         "hf-lookup": "transformers, prompt lookup",
+        "llamacpp": "llama.cpp",
     }
     engine = names.get(m.engine, m.engine)
     return f"*{engine}*" if m.is_plain or m.engine == "hf-lookup" else f"*{engine} {m.name}*"

@@ -171,7 +171,11 @@ def _domain_tables(report: EvalReport) -> list[Table]:
 def _engine_table(engines: Sequence[EngineResult]) -> Table:
     """Other engines on the same prompts, timed in turn with our methods or in a later pass."""
     columns: dict[str, Callable[[EngineResult], str]] = {
-        "engine": lambda e: e.engine + f", {' '.join(e.repaired)} repaired" * bool(e.repaired),
+        "engine": lambda e: (
+            e.engine
+            + f", serves {e.served}" * bool(e.served)
+            + f", {' '.join(e.repaired)} repaired" * bool(e.repaired)
+        ),
         "draft": lambda e: e.name,
         "K": lambda e: format_number(e.k, 0),
         "temperature": lambda e: f"{e.temperature:g}",

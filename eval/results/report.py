@@ -352,7 +352,11 @@ class EngineResult(Measured):
     same_as_ours: int | None = None
     failed: list[FailedPrompt] = field(default_factory=list)
     transformers: Version | None = None
-    repaired: list[Name] = field(default_factory=list)  # functions of vLLM that were corrected
+    repaired: list[Name] = field(default_factory=list)  # functions that were corrected there
+    version: Omitted[Version] = None  # of llama.cpp
+    served: Omitted[Name] = (
+        None  # its GGUF file of the target, or the dtype in which that was written
+    )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
 """What eval/transfer.py does: a draft decodes with several targets, and what it loses is judged."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,7 +182,5 @@ def transfer(s: TransferConfig) -> None:
         )  # fmt: skip
     console.print(table)
     facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain}
-    line = json.dumps(facts | {"targets": to_json(entries)} | to_json(provenance.collect()))
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    sys.stdout.write(line + "\n")
+    facts |= {"targets": to_json(entries), **to_json(provenance.collect())}
+    files.write_result(s.out, facts)

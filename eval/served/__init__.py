@@ -6,7 +6,6 @@
   scripts/llamacpp_parity.py do.
 - audit: which way of reading a draft's files gives what an engine serves; auditing: what scripts/audit.py does.
   reading: one way, and edits of files; suspects: those of each family.
-- mistakes: known mistakes of exporters, with the rules that find them and the suspects that name them.
 
 May import eval.settings, eval.metrics, eval.tasks, eval.reporting, eval.forecasting and decode.
 """

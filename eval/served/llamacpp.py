@@ -78,7 +78,8 @@ def run_llamacpp(
         write = write_gguf if family == "causal" else gguf_heads.write_head
         write(s.draft, draft, target=s.target)
         kind, context = LLAMACPP.method(family), min(target.runner.context, longest)
-        with llama_server.llama_server(server, served, draft, kind, s.k, context) as url:
+        options = [*llama_server.draft_options(draft, kind, s.k), *llama_server.EXACT]
+        with llama_server.llama_server(server, served, context, options) as url:
             return [
                 llama_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k) for item in items
             ]
@@ -171,6 +172,6 @@ def compare_with_llamacpp(s: LlamaCppParityConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32", "reduced_vocabulary": reduced,
     }  # fmt: skip
-    sys.stdout.write(parity.result_line(head, found, totals, s.out) + "\n")
+    parity.write_comparison(head, found, totals, s.out)
     if found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
         sys.exit(1)

@@ -3,10 +3,8 @@
 Greedily each prompt is compared, at a temperature the acceptance by position over all prompts.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 from rich.table import Table
 
 from decode.common import provenance
-from decode.common.files import write_atomically
+from decode.common.files import write_result
 from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
@@ -207,12 +205,9 @@ def totals_table(totals: Mapping[str, RequestCounts]) -> Table:
     return table
 
 
-def result_line(
+def write_comparison(
     head: dict[str, Any], found: dict[str, Any], totals: Mapping[str, RequestCounts], out: str
-) -> str:
-    """The result's JSON, which is written to `out` too; empty: to no file."""
+) -> None:
+    """Prints the result's JSON, and writes it to the file `out`; empty: to none."""
     sums = {name: counts_json(x) for name, x in totals.items()}
-    line = json.dumps({**head, **found, "totals": sums, **to_json(provenance.collect())})
-    if out:
-        write_atomically(Path(out), line + "\n")
-    return line
+    write_result(out, {**head, **found, "totals": sums, **to_json(provenance.collect())})

@@ -1,8 +1,6 @@
-"""One way to read a draft's files, and edits of saved files, from which mistakes and readings are made."""
+"""One way to read a draft's files, and the edits of saved files from which readings are made."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.checkpoints import importers, layouts
-from decode.checkpoints.draft_folder import METADATA_FILE, read_metadata
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.checkpoints.layouts import Shapes, Tensors
-from decode.model.fingerprint import TargetRecord
-from decode.serving.export import to_speculators
 from decode.serving.rules import DraftFiles
 
 Edit = Callable[[Path], object]  # a change of the files in a draft's folder
@@ -88,30 +84,12 @@ def remove_file(name: str) -> Edit:
     return lambda folder: (folder / name).unlink()
 
 
-def nest_config(folder: Path) -> None:
-    """Rewrites EAGLE-3 heads in the speculators format."""
-    target = (read_metadata(str(folder)).target or TargetRecord()).name
-    checkpoint = importers.read_checkpoint(str(folder))
-    with tempfile.TemporaryDirectory() as scratch:
-        layouts.write_checkpoint(Path(scratch), *to_speculators(checkpoint, target, 4))
-        for file in Path(scratch).iterdir():
-            shutil.copyfile(file, folder / file.name)
-
-
 def layer_config(d: DraftFiles, **changes: Any) -> Edit:
     return set_config("transformer_layer_config" if d.is_speculators_format else "", **changes)
 
 
-def set_rope_theta(theta: float) -> Edit:
-    return set_config(rope_parameters={"rope_type": "default", "rope_theta": theta})
-
-
 def rename(old: str, new: str) -> Edit:
     return edit_tensors(lambda tensors: tensors.update({new: tensors.pop(old)}))
-
-
-def drop(name: str) -> Edit:
-    return edit_tensors(lambda tensors: tensors.pop(name))
 
 
 def drop_all(d: DraftFiles, names: Sequence[str]) -> Edit:

@@ -97,6 +97,6 @@ def referee(s: RefereeConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": draft_family(s.draft), "k": s.k, "vllm": served["vllm"],
     }  # fmt: skip
-    sys.stdout.write(parity.result_line(head, found, totals, s.out) + "\n")
+    parity.write_comparison(head, found, totals, s.out)
     if not agree:
         sys.exit(1)

@@ -13,7 +13,7 @@ from decode.checkpoints.layouts import VOCAB_MAPS, Shapes, Tensors
 from decode.common.errors import UserError
 from decode.drafts.drafting import ReducedVocab
 from decode.model.hidden_states import HiddenStateSpec
-from decode.serving import family_rules, vllm_engine
+from decode.serving import checks, vllm_engine
 from decode.serving.rules import DraftFiles
 from eval.served.reading import (
     AdjustFn,
@@ -77,7 +77,7 @@ def missing_tensors(d: DraftFiles) -> Iterator[Reading]:
     """What is missing left as it may have been allocated, or found under the unknown name of an equal shape."""
     optional = {"fc.bias", *VOCAB_MAPS}
     if d.family in EAGLES:
-        optional |= family_rules.shared_tensors(d)
+        optional |= checks.shared_tensors(d)
     missing = {n: x for n, x in d.shapes.items() if n not in d.tensors and n not in optional}
     implied = {*d.shapes, *VOCAB_MAPS}
     others = [n for n in d.tensors if n not in implied and not HAS_OWN_SUSPECT.search(n)]
@@ -105,12 +105,12 @@ def aux_layers(d: DraftFiles) -> Iterator[Reading]:
     """The layers whose states the head reads: shifted by one, the default ones, vLLM's and those of training."""
     assert d.target is not None
     count: int = d.target.config["num_hidden_layers"]
-    top, outputs = family_rules.named_layers(d)
-    default = family_rules.default_aux_layers(count)
+    top, outputs = checks.named_layers(d)
+    default = checks.default_aux_layers(count)
     own = tuple(top or (layouts.output_to_capture(outputs) if outputs else default))
     options: dict[tuple[int, ...], bool] = {}
     for layers, visible in (
-        (family_rules.trained_aux_layers(d) or own, True),
+        (checks.trained_aux_layers(d) or own, True),
         (vllm_engine.aux_layers(d, count), True),
         (tuple(i + 1 for i in own), False),
         (tuple(i - 1 for i in own), False),
@@ -151,7 +151,7 @@ def norms(d: DraftFiles) -> Iterator[Reading]:
         "fc_norm": {f"fc_norm.{i}.weight": (width,) for i in range(count)},
     }
     for flag in eagle_layouts.NORM_FLAGS:
-        on, shapes = family_rules.norm_flag(d, flag), implied.get(flag, {})
+        on, shapes = checks.norm_flag(d, flag), implied.get(flag, {})
         there = [name for name in shapes if name in d.tensors]
         fill = {} if on or there else shapes
         nested = flag in (d.raw_config.get("eagle_config") or {})  # looked for there first
@@ -237,7 +237,7 @@ def swapped_inputs(d: DraftFiles) -> Iterator[Reading]:
 
 
 def shared_matrices(d: DraftFiles) -> Iterator[Reading]:
-    for name in sorted(family_rules.shared_tensors(d) & set(d.tensors)):
+    for name in sorted(checks.shared_tensors(d) & set(d.tensors)):
         yield Reading("matrices", f"the target's {name}", drop_all(d, [name]))
 
 
@@ -291,9 +291,9 @@ def rotate_heads(d: DraftFiles, count: int, step: int) -> Edit:
 def causal_heads(d: DraftFiles) -> Iterator[Reading]:
     """The embedding as output matrix where there is another, or the other where the embedding is to be it; all rows of
     the output matrix of a draft that was trained on some of them."""
-    if family_rules.LM_HEAD in d.tensors:
+    if checks.LM_HEAD in d.tensors:
         tied = bool(d.get("tie_word_embeddings", False))
-        matrix = family_rules.LM_HEAD if tied else "the embedding"
+        matrix = checks.LM_HEAD if tied else "the embedding"
         edit = set_config(tie_word_embeddings=not tied)
         yield Reading("matrices", f"{matrix} as output matrix", edit, visible=tied)
     if d.has_file(VOCAB_FILE):

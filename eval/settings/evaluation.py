@@ -21,7 +21,7 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import ConstraintConfig, PlacedTargetSettings, TargetSettings
-from decode.common.template_choice import TemplateSetting
+from decode.common.template_choice import TemplateSetting, TrainedTemplate
 from decode.drafts.settings import CONFIDENCE, Milliseconds, MirrorConfig, SwiftConfig
 
 
@@ -141,9 +141,7 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     top_k: CountOrZero = 0
@@ -165,7 +163,13 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     """The grammar of all answers, of plain decoding too; none: any text. Needs llguidance."""
     compare: str = ""
     """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
-    generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), vllm."""
+    generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), llamacpp (its server:
+    plain, with each draft that it has too, and with its n-grams for each method ngram), vllm."""
+    llama_server: str = ""
+    """llama.cpp's server; empty: $LLAMA_SERVER, else llama-server in $PATH."""
+    llama_gguf: str = ""
+    """The target's GGUF file that llama.cpp serves, such as one in Q4_K_M; empty: `target`, if that is a GGUF file,
+    else its weights in `dtype`."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
     check_law: CountOrZero = 0
@@ -191,9 +195,7 @@ class TuneConfig(MeasuringSettings, TargetSettings):
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
@@ -240,9 +242,7 @@ class ForecastConfig(MeasuringSettings):
         default_factory=lambda: [Task(x, limit=8) for x in ("code", "prose", "arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     answers: Count = 1
     """Answers to each prompt above temperature 0."""
     max_new_tokens: Count = 64
@@ -285,9 +285,7 @@ class TransferConfig:
         default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
     )  # fmt: skip
     """The prompts; of chats the first turn, each with the target's own chat template."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     k: DraftLength = 4
     """Tokens drafted per round."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])

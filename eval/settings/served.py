@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from decode.common.ranges import Count, DraftLength, DtypeName, Seed, Temperature, at_least
 from decode.common.run_dir import RunSettings
-from decode.common.template_choice import TemplateSetting
+from decode.common.template_choice import TrainedTemplate
 from eval.settings.evaluation import Task
 
 
@@ -82,9 +82,7 @@ class AuditConfig(RunSettings):
         default_factory=lambda: [Task(name, limit=8) for name in ("code", "prose", "arithmetic")]
     )
     """The prompts; of chats the first turn. Fewer than twelve show large differences only."""
-    template: TemplateSetting | None = None
-    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
-    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
+    template: TrainedTemplate = None
     k: DraftLength = 4
     """Tokens drafted a round."""
     max_new_tokens: Count = 32

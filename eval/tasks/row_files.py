@@ -201,7 +201,7 @@ def digest(path: Path) -> str:
 def _file_rows(path: Path, whole_texts: bool) -> Iterator[DatasetRow]:
     kind = file_kind(path)
     if kind == ".parquet":
-        yield from _parquet_rows(path)
+        yield from parquet_rows(path)
     elif kind == ".txt":
         texts = [read_text(path)] if whole_texts else _paragraphs(path)
         column = "text" if whole_texts else "prompt"
@@ -258,17 +258,23 @@ def _parse_row(line: str, where: str) -> DatasetRow:
     return DatasetRow(fields, where)
 
 
-def _parquet_rows(path: Path) -> Iterator[DatasetRow]:
+def parquet_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[DatasetRow]:
+    """The rows of a Parquet file, with all columns or those that are named. UserError if it cannot be read or lacks
+    one of them."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            absent = sorted(set(columns).difference(file.schema_arrow.names))
+            if absent:
+                raise UserError(f"{path} has no column {absent[0]}: give a file that has one")
             features = None
             if "arrow.json" in str(file.schema_arrow):  # values of any form, stored as texts
                 import datasets
 
                 features = datasets.Features.from_arrow_schema(file.schema_arrow)
-            rows = (row for batch in file.iter_batches(1000) for row in batch.to_pylist())
+            batches = file.iter_batches(1000, columns=columns or None)
+            rows = (row for batch in batches for row in batch.to_pylist())
             for number, values in enumerate(rows, 1):
                 fields = values if features is None else features.decode_example(values)
                 yield DatasetRow(drop_arrow_nulls(fields, features), f"{path}, row {number}")

@@ -23,11 +23,6 @@ class StopMatcher:
             self.known = max(map(len, self.stop)) - 1  # characters of an unfinished stop string
             self.tail = ""
 
-    def read(self, ids: Sequence[int]) -> None:
-        self.tokens += len(ids)
-        if self.stop:
-            self._append(self.stream.add(ids))
-
     def add(self, ids: Sequence[int]) -> int | None:
         """How many tokens the answer has up to and with the first of these that completes a stop string; None if none
         does."""
@@ -39,24 +34,9 @@ class StopMatcher:
             text = self.tail + new + self.stream.rest()
             if any(stop in text for stop in self.stop):
                 return self.tokens
-            self._append(new)
+            text = self.tail + new
+            self.tail = text[max(0, len(text) - self.known) :]
         return None
-
-    def _append(self, new: str) -> None:
-        text = self.tail + new
-        self.tail = text[max(0, len(text) - self.known) :]
-
-
-def length_at_stop(
-    ids: Sequence[int], stop: Sequence[str], tokenizer: Any, start: int = 0
-) -> int | None:
-    """How many of `ids` remain: up to and with the first token, from `start` on, that completes a stop string.
-
-    None if no stop string is completed.
-    """
-    matcher = StopMatcher(stop, tokenizer)
-    matcher.read(ids[:start])
-    return matcher.add(ids[start:])
 
 
 def collect_until_stop(
@@ -96,4 +76,4 @@ def collect_until_stop(
 
 def trim_at_stop(ids: list[int], stop: Sequence[str], tokenizer: Any) -> list[int]:
     """`ids` up to and with the token that completes the first stop string."""
-    return ids[: length_at_stop(ids, stop, tokenizer)]
+    return ids[: StopMatcher(stop, tokenizer).add(ids)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import platform
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from decode.common import lock
 from decode.common.command import DeferredStop, Terminated, stop
 from decode.common.errors import UserError
-from decode.common.files import parse_jsonl, read_text
+from decode.common.files import parse_jsonl, read_text, write_atomically
 from decode.common.run_dir import check_folder, replace_folder
 from eval.tasks.row_files import load_hub_dataset
 from scripts.lab.settings import BuildTargetConfig
@@ -188,23 +189,14 @@ def train(
                 state = {"step": step, "seconds": seconds, "loss": smooth}
                 state |= {"model": model.state_dict()}
                 state |= {"optimizers": [o.state_dict() for o in optimizers]}
-                save_checkpoint(state, checkpoint)
+                content = io.BytesIO()
+                torch.save(state, content)
+                write_atomically(checkpoint, content.getvalue())
             if asked.received and step < steps:
                 stop(asked.received, f"step {step} is saved")
     minutes = round((spent + time.perf_counter() - start) / 60, 1)
     tokens = steps * s.batch_tokens
     return {"steps": steps, "tokens": tokens, "minutes": minutes, "train_loss": round(smooth, 4)}
-
-
-def save_checkpoint(state: dict[str, Any], file: Path) -> None:
-    """Replaces the checkpoint; what is there stays when it cannot be written."""
-    scratch = file.with_suffix(".tmp")
-    try:
-        torch.save(state, scratch)
-        scratch.replace(file)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.common import files, lock, provenance, run_dir
+from decode.common import lock, provenance, run_dir
 from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.journal import Journal
@@ -126,14 +126,6 @@ def measure_apart(script: str, settings: Any, **changes: Any) -> Any:
 class BenchSettings:
     out: str = ""
     """File for the JSON of the last line; empty: none."""
-
-
-def finish(out: str, result: Mapping[str, object]) -> None:
-    """Writes the result as one line into the file `out`, if that is not "", and prints it."""
-    line = json.dumps(result)
-    if out:
-        files.write_atomically(Path(out), line + "\n")
-    print(line)
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from decode.common import provenance
+from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from decode.common.typed_json import Omitted, from_json, to_json
@@ -31,7 +31,7 @@ from eval.benchmark.timing import synchronize
 from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import load_fitting_prompts
-from scripts.lab.cells import Cell, cells_beside, finish, run_cells
+from scripts.lab.cells import Cell, cells_beside, run_cells
 from scripts.lab.settings import FloorConfig
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
@@ -350,7 +350,7 @@ def measure_floor(s: FloorConfig) -> None:
         bandwidth, *rounds, products, batches = found
         steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, rounds)
         print_tables(weight_bytes, bandwidth, steps, from_json(list[FloorWork], batches))
-        finish(s.out, {
+        files.write_result(s.out, {
             "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
             "bandwidth": bandwidth, "products": products, "steps": list(map(asdict, steps)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from decode.common import provenance
+from decode.common import files, provenance
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
@@ -20,7 +20,6 @@ from decode.model.loading import Target, load_target
 from eval.benchmark.timing import synchronize
 from eval.settings.evaluation import Task
 from eval.tasks.loading import load_task_prompts
-from scripts.lab.cells import finish
 from scripts.lab.floor_work import sample_rows, training_step
 from scripts.lab.settings import GpuSmokeConfig
 
@@ -106,6 +105,6 @@ def check_gpu(s: GpuSmokeConfig) -> None:
     # No text ends early: otherwise rounds may be over before their waits are looked for.
     target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
     found = measure(s, target, load_draft(s.draft, target, dtype=s.dtype))
-    finish(s.out, {**found, "settings": vars(s), **to_json(provenance.collect())})
+    files.write_result(s.out, {**found, "settings": vars(s), **to_json(provenance.collect())})
     sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in found["problems"]))
     sys.exit(1 if found["problems"] else 0)

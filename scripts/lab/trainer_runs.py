@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import provenance
+from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.run_dir import check_file
@@ -25,7 +25,7 @@ from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
 from eval.reporting.formatting import format_number
 from scripts.lab import reference_trainers
-from scripts.lab.cells import Cell, cells_beside, finish, measure_apart, run_cells
+from scripts.lab.cells import Cell, cells_beside, measure_apart, run_cells
 from scripts.lab.reference_trainers import StepTimer
 from scripts.lab.settings import CompareTrainersConfig
 from train import training
@@ -157,4 +157,4 @@ def compare(s: CompareTrainersConfig) -> None:
         settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
         made = to_json(provenance.collect())
         made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
-        finish(s.out, {"arms": trained, "settings": settings, **made})
+        files.write_result(s.out, {"arms": trained, "settings": settings, **made})

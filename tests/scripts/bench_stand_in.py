@@ -11,7 +11,8 @@ if not __package__:
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from scripts.lab.cells import Cell, cells_beside, finish, measure_apart, run_cells
+from decode.common.files import write_result
+from scripts.lab.cells import Cell, cells_beside, measure_apart, run_cells
 
 
 @dataclass
@@ -37,7 +38,7 @@ def main(s: BenchStandInConfig) -> None:
         return
     cells = [Cell(x, lambda _, x=x: measure_apart(__file__, s, names=[x])) for x in s.names]
     with cells_beside(s.out, s) as kept:
-        finish(s.out, {"runs": run_cells(cells, kept, 2)})
+        write_result(s.out, {"runs": run_cells(cells, kept, 2)})
 
 
 if __name__ == "__main__":

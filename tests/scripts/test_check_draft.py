@@ -17,12 +17,12 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.serving.checker import ENGINES, check_draft_files
 from decode.serving.rules import REFUSED, SILENT, read_draft, read_target
-from eval.served.mistakes import Mistake, mistakes
 from eval.served.reading import edit_tensors, rename
 from eval.served.suspects import readings
 from tests import worlds
 from tests.decode.checkpoints.test_importers import exported
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
+from tests.eval.served.mistakes import Mistake, mistakes
 from tests.heads import fields, ids_of, net_of, randomise
 from tests.scripts import test_check_blocks
 

@@ -87,11 +87,10 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     own = load_target(str(world.target), "cpu")
     draft = Eagle3Settings(vocab=vocab, steps=3)
     settings = DistillConfig(draft=draft, loss="soft_ce")
-    trainee = settings.draft.build(FamilyContext(settings, own, rows))
+    context = FamilyContext(settings, own, rows)
+    trainee = settings.draft.build(context)
     ours = trainee.model
-    trainee.model = ReferenceEagleTrainer(
-        ours.net, ours.head, ours.embedding, ours.criterion, ours.weights, ours.steps
-    )
+    trainee.model = ReferenceEagleTrainer(ours.net, ours.head, ours.embedding, context, draft)
     sums = trainee.loss(trainee.model, batching.collate(rows, pad_id=0))
     sums["loss"].backward()
     want = {name: p.grad.clone() for name, p in ours.net.named_parameters() if p.grad is not None}

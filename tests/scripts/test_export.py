@@ -11,8 +11,8 @@ from decode.checkpoints.draft_vocab import save_ids, silence_other_tokens
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
+from decode.serving.checks import full_head
 from decode.serving.export import export_hf
-from decode.serving.family_rules import full_head
 from decode.serving.rules import read_draft
 from tests.decode.engine.test_engine import PROMPTS, WORDS, save
 from tests.tiny import VOCAB, tiny_model

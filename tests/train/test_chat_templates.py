@@ -346,7 +346,7 @@ def test_texts_are_cut_where_the_target_would_begin(
     """Bug: labels of origin text begin with what a server would have put into the prompt."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKING
-    prompt = make_prompt("s", ("zq hi", "yes"), 0, None, own)
+    prompt = make_prompt("s", ("zq hi", "yes"), None, own)
     chosen = with_template(tokenizer, setting)
     found = conversation_with_replies(chosen, prompt, "last", frozenset({1}))
     off = {**setting, **(own or {})} == OFF

@@ -59,20 +59,19 @@ class Prompt:
 def make_prompt(
     source: str,
     content: Content,
-    sample: int,
     tools: Tools | None = None,
     arguments: Arguments | None = None,
     location: str = "",
 ) -> Prompt:
-    """The prompt of a content; its id is the hash of content, tools and arguments, and the sample's number."""
+    """The first sample of a content; its id is the hash of content, tools and arguments, and the sample's number."""
     others = {"tools": tools, "arguments": arguments}
-    name = f"{_digest(content, {key: value for key, value in others.items() if value})}#{sample}"
+    name = f"{_digest(content, {key: value for key, value in others.items() if value})}#0"
     text, answer, messages = None, None, None
     if isinstance(content, list):
         messages = content
     else:
         text, answer = (content, None) if isinstance(content, str) else content
-    return Prompt(name, source, text, messages, sample, answer, tools, location, arguments)
+    return Prompt(name, source, text, messages, 0, answer, tools, location, arguments)
 
 
 def _digest(content: Content, others: dict[str, Any]) -> str:
@@ -261,7 +260,7 @@ def split_into_windows(
         body = ids[at : at + size - 1]
         head = [bos] if adds_bos else [ids[at - 1]]
         start = offsets[at][0] if at > first else 0
-        window = make_prompt(prompt.source, text[start : offsets[at + len(body) - 1][1]], 0)
+        window = make_prompt(prompt.source, text[start : offsets[at + len(body) - 1][1]])
         windows.append((window, Conversation([head], [body])))
     return windows
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from decode.model.fingerprint import difference
 from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
 from train.data.manifest import Manifest, load_set, read_manifest
-from train.data.prompt_pipeline import TargetTokenizer
 from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 from train.settings.data import DataSpec, MixturePart, Supervised
 
@@ -130,8 +129,19 @@ def load(
     return Mixture(limited, [part.weight for part in parts], digests, whole), dropped
 
 
+class HasTokenizer(Protocol):
+    """A target, or its tokenizer without a model (prompt_pipeline.py, which a training does not load)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
 def check_tokenizer(
-    path: str, manifest: Manifest, rows: Iterable[SampleRow], target: Target | TargetTokenizer
+    path: str, manifest: Manifest, rows: Iterable[SampleRow], target: HasTokenizer
 ) -> None:
     """UserError for a set whose ids are other tokens for the target, or that holds a token which the target lacks.
 

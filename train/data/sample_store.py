@@ -278,7 +278,8 @@ def _errors_named(path: Path) -> Iterator[None]:
 def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
     """Rows whose token ids are numpy views; Python ints would take ten times the memory."""
     ids = batch.column("input_ids")
-    values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+    # `to_numpy` would import pandas.
+    values, offsets = np.from_dlpack(ids.values), np.from_dlpack(ids.offsets)
     others = batch.drop_columns(["input_ids"]).to_pylist()
     for other in others:
         if other[OPTIONAL] is None:
@@ -303,9 +304,10 @@ def _check_spans(batch: pa.RecordBatch, path: Path) -> None:
 
 def _check_unique_ids(columns: list[pa.Array], folder: Path) -> None:
     counts = pc.value_counts(pa.chunked_array(columns, pa.string()))
-    twice = counts.filter(pc.greater(counts.field("counts"), 1))
-    if len(twice) > 0:
+    repeated = np.from_dlpack(counts.field("counts")) > 1
+    if repeated.any():
+        first = counts[int(repeated.argmax())]["values"]
         raise UserError(
-            f"id {twice[0]['values']} occurs twice in {folder / 'shards'}: run train/sample.py again, which sets one "
+            f"id {first} occurs twice in {folder / 'shards'}: run train/sample.py again, which sets one "
             "of the shards that hold it aside"
         )

@@ -186,11 +186,11 @@ def read_source(
             raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
     elif source.kind == "stdlib" and not answered:
         for excerpt in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
-            yield make_prompt("stdlib", excerpt, 0)
+            yield make_prompt("stdlib", excerpt)
     else:
         if source.kind == "stdlib":
             parts = python_corpus.read_modules(False), python_corpus.read_help_topics(False)
-            found = [make_prompt("stdlib", text, 0) for part in parts for text in part.values()]
+            found = [make_prompt("stdlib", text) for part in parts for text in part.values()]
         else:  # bundled prompts are texts to continue, not questions
             names = DOMAINS if source.path == "all" else (source.path,)
             files = {f"bundled/{name}": root / "train" / f"{name}.jsonl" for name in names}
@@ -246,7 +246,7 @@ def _read_row(
             check_said(content, where)
         if (label, *row.columns) not in log.forms:
             log.forms[label, *row.columns] = f"{label}: {row.describe()}"
-        return make_prompt(label, content, 0, row.tools, row.arguments, where)
+        return make_prompt(label, content, row.tools, row.arguments, where)
     if answered and row is not None:
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where

@@ -1,6 +1,5 @@
 """The report of train/doctor.py: samples and findings for a reader, the same as JSON."""
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +95,6 @@ def report(s: DoctorConfig) -> None:
         findings=findings,
         stops_or_costs=sum(finding.severity != "note" for finding in findings),
     )
-    line = json.dumps(to_json(found) | to_json(provenance.collect()))
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    files.write_result(s.out, to_json(found) | to_json(provenance.collect()))
     if s.strict and found.stops_or_costs:
         sys.exit(1)

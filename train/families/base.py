@@ -18,10 +18,11 @@ from decode.model.runner import ModelRunner
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
+from train.families.settings.base import HeadSettings
 from train.losses.objective import Criterion
 from train.settings.data import StatesServerConfig
 from train.settings.training import DivergenceConfig, LossWeights
-from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
+from train.teacher.cached import CachedTeacher, FeatureFolder, Teacher, running_teacher
 from train.teacher.live import LiveTeacher
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -60,10 +61,12 @@ class FamilyContext:
 
     def teacher(self, taps: HiddenStateSpec | None) -> Teacher:
         """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
+        if self.feature_folder is None:
+            return self.running_teacher(taps)
         rows = self.stored_rows or self.rows
-        return make_teacher(self.feature_folder, self.target, taps, rows, self.states)
+        return CachedTeacher(self.target, taps, rows, self.feature_folder, self.states)
 
-    def running_teacher(self, taps: HiddenStateSpec) -> LiveTeacher:
+    def running_teacher(self, taps: HiddenStateSpec | None) -> LiveTeacher:
         """The teacher that runs the target, where no hidden states are stored yet."""
         return running_teacher(self.target, taps, self.states)
 
@@ -91,8 +94,8 @@ class TrainableDraft:
 
         `model` is `self.model`, or what wraps it for several processes.
         """
-        assert self.teacher is not None
-        sums: dict[str, Tensor] = model(batch, self.teacher.get_output(batch))
+        output = [] if self.teacher is None else [self.teacher.get_output(batch)]
+        sums: dict[str, Tensor] = model(batch, *output)
         return sums
 
     def to_draft(self) -> Draft:
@@ -114,24 +117,26 @@ class TrainableHead(TrainableDraft):
     def __init__(
         self,
         context: FamilyContext,
+        s: HeadSettings,
         net: Any,
         config: Config,
-        loss: Callable[[Callable[[Tensor], Tensor], Tensor], nn.Module],
-        draft: Callable[[], Draft],
+        trainer: Callable[..., nn.Module],
+        draft: Callable[[Any, Target, str], Draft],
     ):
-        """`loss` makes the module that computes it, of what gives the target's logits of the teacher's rows and of the
-        target's embedding; `draft` makes what decodes with the net."""
+        """`trainer` makes the module that computes the loss, of the net, what gives the target's logits of the
+        teacher's rows, the target's embedding, the context and the settings; `draft` what decodes with the net."""
         target = context.target
         check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
-        self.net, self.config, self.target, self.make_draft = net, config, target, draft
+        self.net, self.config, self.target = net, config, target
+        self.make_draft, self.family = draft, s.family
         self.teacher = context.teacher(net.aux_layers)
         embedding = target.runner.model.get_input_embeddings().weight.detach()
-        self.model = loss(self.teacher.head, embedding)
+        self.model = trainer(net, self.teacher.head, embedding, context, s)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
         self.metadata = {}
 
     def to_draft(self) -> Draft:
-        return self.make_draft()
+        return self.make_draft(self.net, self.target, self.family)
 
     def save(self, folder: Path) -> None:
         layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from train.families.base import FamilyContext
 from train.families.head_loss import METRIC_ROWS, label_probability
 from train.losses import chunked_sums, divergences
-from train.losses.objective import Criterion
-from train.settings.training import LossWeights
 
 
 class BlockLoss:
@@ -17,8 +16,7 @@ class BlockLoss:
 
     def __init__(
         self,
-        criterion: Criterion,
-        weights: LossWeights,
+        context: FamilyContext,
         head: Callable[[Tensor], Tensor],
         project: Callable[..., Tensor],
         ids: Tensor | None,
@@ -30,7 +28,8 @@ class BlockLoss:
         """`head` maps the teacher's rows to the target's logits; `project` maps states and the tokens before those that
         they predict to logits of the tokens `ids`, and `confidence` to that of being accepted. `shared` are
         further arguments of `project`, computed from parameters."""
-        self.criterion, self.weights, self.head, self.project = criterion, weights, head, project
+        self.criterion, self.weights = context.criterion(), context.config.weights
+        self.head, self.project = head, project
         self.ids, self.depths = ids, depths
         self.confidence, self.shared = confidence, shared
         self.size = chunked_sums.max_chunk_rows(vocab)

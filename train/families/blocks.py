@@ -1,4 +1,5 @@
-"""PARD in training: a small language model learns to read mask tokens (An et al., arXiv 2504.18583)."""
+"""PARD and P-EAGLE in training: a small language model (An et al., arXiv 2504.18583) or EAGLE-3's network (arXiv
+2602.01469) learns to read mask tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,7 @@ class PardTrainer(nn.Module):
         self.finish = LogitTransform(lm)
         self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
-        self.criterion, self.weights, self.head = context.criterion(), context.config.weights, head
+        self.context, self.head = context, head
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         depths = draw_depths(batch, self.block, self.retention)
@@ -85,15 +86,12 @@ class PardTrainer(nn.Module):
         teacher, label, previous = output.head_inputs[line, row], ids[line, row + 1], ids[line, row]
         vocab = self.lm.get_output_embeddings().weight.shape[0]
         project, selected = output_projection(self.lm, self.ids)
+
+        def logits(states: Tensor, previous: Tensor, *rows: Tensor) -> Tensor:
+            return self.finish(project(states, *rows))
+
         loss = BlockLoss(
-            self.criterion,
-            self.weights,
-            self.head,
-            lambda states, previous, *rows: self.finish(project(states, *rows)),
-            self.ids,
-            self.block,
-            vocab,
-            shared=selected,
+            self.context, self.head, logits, self.ids, self.block, vocab, shared=selected
         )
         return loss(teacher, states[line, column], label, block, depth, previous)
 
@@ -104,12 +102,7 @@ def build_peagle(context: FamilyContext, s: PEagleSettings) -> TrainableDraft:
     size = target.runner.embedding_rows
     mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
     net, config = init_eagle3(context, s, counts, mask)
-    assert isinstance(net, Eagle3Model)
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        return PEagleTrainer(net, head, embedding, context, s)
-
-    draft = TrainableHead(context, net, config, loss, lambda: PEagleDraft(net, target, s.family))
+    draft = TrainableHead(context, s, net, config, PEagleTrainer, PEagleDraft)
     draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
         net.ids, counts
     )
@@ -132,15 +125,8 @@ class PEagleTrainer(nn.Module):
         self.run = recomputed if s.activation_checkpointing else run_now
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
         self.retention = Retention(s.retention, s.min_retention)
-        self.loss = BlockLoss(
-            context.criterion(),
-            context.config.weights,
-            head,
-            lambda states, previous: net.logits(states),
-            net.ids,
-            s.block,
-            len(embedding),
-        )
+        project = lambda states, previous: net.logits(states)  # noqa: E731
+        self.loss = BlockLoss(context, head, project, net.ids, s.block, len(embedding))
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         net, ids = self.net, batch.input_ids

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from decode.checkpoints import draft_vocab
@@ -264,6 +263,8 @@ class LoraAdapters:
     """LoRA adapters in all linear layers of a causal LM, in place; all its other weights are frozen."""
 
     def __init__(self, model: Any, rank: int, base: str):
+        from peft import LoraConfig, get_peft_model  # takes half a second
+
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
         self.base = base
         self.peft: Any = get_peft_model(model, config)

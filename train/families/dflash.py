@@ -41,7 +41,6 @@ from train.families.eagle import hidden_state_rms, valid_slot_indices
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
 from train.families.settings.dflash import DFlashSettings
 from train.families.slots import Retention, choose_mask_token, draw_depths
-from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
 
@@ -49,13 +48,7 @@ def build_dflash(context: FamilyContext, s: DFlashSettings) -> TrainableDraft:
     """A DFlash or DSpark head in training."""
     counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
     net, config = init_dflash(context, s, counts)
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        return DFlashTrainer(net, head, embedding, context, s)
-
-    draft = TrainableHead(
-        context, net, config, loss, lambda: DFlashDraft(net, context.target, s.family)
-    )
+    draft = TrainableHead(context, s, net, config, DFlashTrainer, DFlashDraft)
     draft.metadata = vocabulary_facts(net.ids, counts)
     return draft
 
@@ -79,17 +72,9 @@ class DFlashTrainer(nn.Module):
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
         self.run = recomputed if s.activation_checkpointing else run_now
         self.retention = Retention(1.0, 1.0, anchors=s.anchors)
-        criterion: Criterion = context.criterion()
-        self.loss = BlockLoss(
-            criterion,
-            context.config.weights,
-            head,
-            net.logits,
-            net.ids,
-            net.max_tokens,
-            len(embedding),
-            confidence=None if net.confidence_head is None else net.confidence,
-        )
+        confidence = None if net.confidence_head is None else net.confidence
+        vocab = len(embedding)
+        self.loss = BlockLoss(context, head, net.logits, net.ids, net.max_tokens, vocab, confidence)
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         net, ids = self.net, batch.input_ids
@@ -180,16 +165,13 @@ def flex_block_attention(
     """`block_attention` with the context through flex_attention; the M * size queries are the slots of `mask`."""
     out, lse = attend_flex(q, keys, values, block_mask(mask, None), None)
     groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.unflatten(2, (-1, size)) for x in (q, *_repeat_heads(groups, k, v)))
+    # A key head for every query head.
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    q, k, v = (x.unflatten(2, (-1, size)) for x in (q, k, v))
     scores = torch.einsum("bhmsd,bhmud->bhmsu", q, k).flatten(2, 3) * q.shape[-1] ** -0.5
     out, weights = add_own_keys(out, lse, scores)
     near = torch.einsum("bhmsu,bhmud->bhmsd", weights.unflatten(2, (-1, size)), v)
     return (out + near.flatten(2, 3)).transpose(1, 2)
-
-
-def _repeat_heads(groups: int, *tensors: Tensor) -> list[Tensor]:
-    """Each [B, groups * Hkv, …] of tensors [B, Hkv, …]: a key head for every query head."""
-    return [x.repeat_interleave(groups, 1) for x in tensors]
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

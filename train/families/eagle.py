@@ -27,16 +27,10 @@ from train.families.base import (
 )
 from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weights
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
-from train.families.settings.eagle import (
-    Eagle1Settings,
-    Eagle3Settings,
-    EagleNetSettings,
-    LayeredHeadSettings,
-)
+from train.families.settings.eagle import Eagle1Settings, Eagle3Settings, EagleNetSettings
+from train.families.settings.mtp import MtpSettings
 from train.families.ttt_attention import TestTimeAttention
 from train.losses import chunked_sums, divergences
-from train.losses.objective import Criterion
-from train.settings.training import LossWeights
 from train.teacher.live import TeacherOutput
 
 
@@ -50,31 +44,17 @@ def build_eagle1(context: FamilyContext, s: Eagle1Settings) -> TrainableDraft:
         config = eagle_layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
         new = Eagle1Model(llama_config(config), LMHead(target.runner.model))
         net = random_init(new).to(device)
-    return trainable_eagle(context, s, net, config, 1)
+    return TrainableHead(context, s, net, config, EagleTrainer, EagleDraft)
 
 
 def build_eagle3(context: FamilyContext, s: Eagle3Settings) -> TrainableDraft:
     counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
     net, config = init_eagle3(context, s, counts)
-    draft = trainable_eagle(context, s, net, config, s.steps)
+    draft = TrainableHead(context, s, net, config, EagleTrainer, EagleDraft)
     draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
         net.ids, counts
     )
     return draft
-
-
-def trainable_eagle(
-    context: FamilyContext, s: LayeredHeadSettings, net: EagleModel, config: Config, steps: int
-) -> TrainableHead:
-    """An EAGLE head in training whose slots are run `steps` times."""
-    weights, again = context.config.weights, s.activation_checkpointing
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        return EagleTrainer(net, head, embedding, context.criterion(), weights, steps, again)
-
-    return TrainableHead(
-        context, net, config, loss, lambda: EagleDraft(net, context.target, s.family)
-    )
 
 
 class EagleTrainer(nn.Module):
@@ -91,16 +71,13 @@ class EagleTrainer(nn.Module):
         net: EagleModel,
         head: Callable[[Tensor], Tensor],
         embedding: Tensor,
-        criterion: Criterion,
-        weights: LossWeights,
-        steps: int,
-        recompute: bool = False,
+        context: FamilyContext,
+        s: Eagle1Settings | Eagle3Settings | MtpSettings,
     ):
-        """`recompute`: of each pass of the layer only inputs are kept, and backward computes the rest again."""
         super().__init__()
-        self.net, self.head, self.steps = net, head, steps
-        self.run = recomputed if recompute else run_now
-        self.criterion, self.weights = criterion, weights
+        self.net, self.head, self.steps = net, head, s.steps
+        self.run = recomputed if s.activation_checkpointing else run_now
+        self.criterion, self.weights = context.criterion(), context.config.weights
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:

@@ -46,10 +46,6 @@ class TrainableLayerSkip2(TrainableDraft):
             "original_target": target.describe(),
         }
 
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = model(batch)
-        return sums
-
     def to_draft(self) -> Draft:
         return EarlyExitDraft(self.target, self.layers)
 

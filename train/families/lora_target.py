@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,6 +22,8 @@ class LoraTarget:
     """A target whose linear layers carry LoRA adapters. The adapters are in the target's own modules."""
 
     def __init__(self, target: Target, rank: int):
+        from peft import LoraConfig, get_peft_model  # takes half a second
+
         self.target = target
         config = LoraConfig(
             r=rank, lora_alpha=rank, target_modules=linear_layer_names(target.runner.model)
@@ -38,6 +38,8 @@ class LoraTarget:
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
         """Inside this block the model computes the original target's outputs."""
+        from peft.tuners.lora import LoraLayer
+
         layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
         for layer in layers:
             layer.enable_adapters(False)  # type: ignore[attr-defined]

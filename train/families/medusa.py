@@ -31,8 +31,6 @@ from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weig
 from train.families.lora_target import LoraTarget, adapt_target
 from train.families.settings.medusa import Medusa2Settings, MedusaSettings
 from train.losses import chunked_sums, divergences
-from train.losses.objective import Criterion
-from train.settings.training import LossWeights
 from train.teacher.live import TeacherOutput
 
 
@@ -49,9 +47,7 @@ class TrainableMedusa(TrainableDraft):
     def init_model(self, context: FamilyContext, s: MedusaSettings) -> None:
         """Sets `teacher` and `model`."""
         self.teacher = context.teacher(self.net.aux_layers)
-        self.model = MedusaTrainer(
-            self.net, self.teacher.head, context.criterion(), context.config.weights
-        )
+        self.model = MedusaTrainer(self.net, self.teacher.head, context)
 
     def to_draft(self) -> Draft:
         return MedusaDraft(self.net, self.target)
@@ -63,15 +59,10 @@ class TrainableMedusa(TrainableDraft):
 class MedusaTrainer(nn.Module):
     """The loss of all heads of a MedusaModel over the target's final hidden states, as a module."""
 
-    def __init__(
-        self,
-        net: MedusaModel,
-        head: Callable[[Tensor], Tensor],
-        criterion: Criterion,
-        weights: LossWeights,
-    ):
+    def __init__(self, net: MedusaModel, head: Callable[[Tensor], Tensor], context: FamilyContext):
         super().__init__()
-        self.net, self.head, self.criterion, self.weights = net, head, criterion, weights
+        self.net, self.head = net, head
+        self.criterion, self.weights = context.criterion(), context.config.weights
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         steps = len(self.net.blocks)
@@ -123,19 +114,15 @@ class TrainableMedusa2(TrainableMedusa):
 
     def init_model(self, context: FamilyContext, s: MedusaSettings) -> None:
         assert isinstance(s, Medusa2Settings)
-        config, target = context.config, context.target
+        target = context.target
         self.lora_target = adapt_target(context, s.family, s.target_lora_rank)
-        self.model = Medusa2Trainer(self.net, self.lora_target, context.criterion(), config.weights)
+        self.model = Medusa2Trainer(self.net, self.lora_target, context)
         self.teacher = None
         self.low_lr_parameters = list(self.model.adapters)
         self.metadata = {
-            "target": TargetRecord(str(Path(config.out) / "target")),
+            "target": TargetRecord(str(Path(context.config.out) / "target")),
             "original_target": target.describe(),
         }
-
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = model(batch)
-        return sums
 
     def save(self, folder: Path) -> None:
         """Also writes the new target to `folder`/target; the adapters are merged into it for good."""
@@ -146,14 +133,12 @@ class TrainableMedusa2(TrainableMedusa):
 class Medusa2Trainer(nn.Module):
     """KL of the new target from the original at supervised rows, plus the heads' loss against the new target."""
 
-    def __init__(
-        self, net: MedusaModel, lora_target: LoraTarget, criterion: Criterion, weights: LossWeights
-    ):
+    def __init__(self, net: MedusaModel, lora_target: LoraTarget, context: FamilyContext):
         super().__init__()
-        self.heads = MedusaTrainer(net, lora_target.head, criterion, weights)
+        self.heads = MedusaTrainer(net, lora_target.head, context)
         self.adapters = nn.ParameterList(lora_target.parameters())
         self.lora_target = lora_target  # no module: its frozen weights do not belong to this one
-        self.heads_weight = weights.heads
+        self.heads_weight = context.config.weights.heads
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         new = self.lora_target.states(batch)

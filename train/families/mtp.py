@@ -4,7 +4,6 @@ DeepSeek-AI, arXiv 2412.19437, section 2.2. One layer is run `steps` times, from
 in decoding. It learns the target's distribution, not the next word of the data.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from decode.model.masks import SlotMask
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
-    Config,
     FamilyContext,
     TrainableDraft,
     TrainableHead,
@@ -36,13 +34,11 @@ from train.families.settings.mtp import MtpSettings
 
 def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:
     net = init_mtp(s, context.target, context.device)
-
-    def loss(head: Callable[[Tensor], Tensor], embedding: Tensor) -> nn.Module:
-        weights = context.config.weights
-        return MtpTrainer(net, head, embedding, context.criterion(), weights, s.steps)  # type: ignore[arg-type]
-
-    config = mtp_config(context.target)
-    return TrainableMtp(context, net, config, loss, lambda: MtpDraft(net, context.target, s.family))
+    # config.json is the target's, without its folder's path.
+    fields = context.target.runner.model.config.to_dict()
+    config = {key: value for key, value in fields.items() if not key.startswith("_")}
+    config["num_nextn_predict_layers"] = 1
+    return TrainableMtp(context, s, net, config, MtpTrainer, MtpDraft)
 
 
 class MtpTrainer(EagleTrainer):
@@ -97,10 +93,3 @@ def init_mtp(s: MtpSettings, target: Target, device: str) -> MtpModel:
         nn.init.normal_(net.fc.weight, std=0.1 * width**-0.5)
         net.fc.weight[:, width:] += torch.eye(width)
     return net.to(device)
-
-
-def mtp_config(target: Target) -> Config:
-    """config.json of an MTP layer: that of its target, with its number of such layers and without the folder's path."""
-    fields: Config = target.runner.model.config.to_dict()
-    public = {key: value for key, value in fields.items() if not key.startswith("_")}
-    return public | {"num_nextn_predict_layers": 1}

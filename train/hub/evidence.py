@@ -59,7 +59,7 @@ class Evidence:
                 )
         if self.referee is not None and self.referee.differ:
             raise UserError(
-                f"vLLM decoded {len(self.referee.differ)} prompts differently from this decoder: find out why first"
+                f"an engine decoded {len(self.referee.differ)} prompts unlike this decoder: find out why first"
             )
         ours, curve = (draft.family, draft.tokenizer_hash), self.data_curve
         if curve is not None and ours != (curve.family, curve.target.tokenizer):

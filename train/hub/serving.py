@@ -10,17 +10,11 @@ from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
 from decode.common.published import WITHHELD
 from decode.common.template_choice import NAME
+from decode.serving.checker import ENGINES_OF_CARD
 from decode.serving.engine import EngineServingConfig, ServedDraft
-from decode.serving.hf_engine import TGI, TRANSFORMERS
-from decode.serving.llamacpp_engine import LLAMACPP
-from decode.serving.sglang_engine import SGLANG
-from decode.serving.trtllm_engine import TRTLLM
-from decode.serving.vllm_engine import TRITON, VLLM
 from eval.reporting.formatting import format_estimate
 from eval.results.report import MethodResult, by_setting, setting_title
 from eval.results.tuned import TunedChain
-
-ENGINES_OF_CARD = (VLLM, TRITON, SGLANG, TRTLLM, LLAMACPP, TGI, TRANSFORMERS)
 
 
 def build_serving_configs(draft: ServedDraft) -> list[EngineServingConfig]:

@@ -314,8 +314,7 @@ class ShapeRun:
             self.parameters = trained
             self._set_gradients(True)
             with memory.phase(STATES):
-                matrices, low = self.trainable.muon_parameters, self.trainable.low_lr_parameters
-                self.optimizers = build_optimizers(self.trainable.model, matrices, low, s.loop)
+                self.optimizers = build_optimizers(self.trainable, s.loop)
                 for optimizer in self.optimizers:
                     optimizer.step()
             self._set_gradients(False)

@@ -90,8 +90,8 @@ DataSpec = Place | list[MixturePart]
 @dataclass
 class StatesServerConfig:
     url: str = ""
-    """The address of a vLLM server that extracts the target's hidden states (train/states_server.py starts one), such
-    as http://localhost:8000/v1; empty: the target runs in this process. The target's layers are not loaded here."""
+    """The address of a server that extracts the target's hidden states (train/states_server.py starts one), such as
+    http://localhost:8000/v1; empty: the target runs in this process. The target's layers are not loaded here."""
     folder: str = ""
     """The folder in which the server writes hidden states, as it is seen from here. Files are deleted when read."""
     model: str = ""

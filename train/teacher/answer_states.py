@@ -11,11 +11,6 @@ from decode.model.runner import logits_only_at
 from decode.model.seq2seq import start_id
 
 
-def prompt_lengths(loss_mask: Tensor) -> Tensor:
-    """[B] tokens of each row's prompt: those before the first label; loss_mask [B, T] as in `Batch`."""
-    return loss_mask.long().argmax(1) + 1
-
-
 def compute_answer_states(
     model: Any, input_ids: Tensor, loss_mask: Tensor, taps: HiddenStateSpec
 ) -> Tensor:
@@ -29,7 +24,7 @@ def compute_answer_states(
         raise UserError(
             "drafts that read hidden states have causal targets: set draft.family to causal"
         )
-    length = prompt_lengths(loss_mask)
+    length = loss_mask.long().argmax(1) + 1  # [B] tokens before each row's first label
     position = torch.arange(input_ids.shape[1], device=input_ids.device)
     width = int(length.max())
     start = length[:, None] - 1

@@ -25,10 +25,9 @@ from torch import Tensor
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.memory import keep_freed_memory
-from decode.common.progress import ProgressBars, progress_bars
+from decode.common.progress import ProgressBars, format_bytes, progress_bars
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
-from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
@@ -199,19 +198,6 @@ class CachedTeacher:
 
 Teacher = LiveTeacher | CachedTeacher
 """What gives the target's hidden states and logits for a batch."""
-
-
-def make_teacher(
-    folder: FeatureFolder | None,
-    target: Target,
-    taps: HiddenStateSpec | None,
-    rows: Sequence[SampleRow],
-    states: StatesServerConfig | None = None,
-) -> Teacher:
-    """The teacher for these samples, running or cached. Without `taps` only its distributions are needed."""
-    if folder is None:
-        return running_teacher(target, taps, states)
-    return CachedTeacher(target, taps, rows, folder, states)
 
 
 def running_teacher(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from eval.reporting.formatting import format_bytes
+from decode.common.progress import format_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.losses import chunked_sums

@@ -1,8 +1,8 @@
-"""The target's hidden states from a vLLM server, for targets that a training process cannot hold.
+"""The target's hidden states from a server, for targets that a training process cannot hold.
 
-The server writes the states of each request into a file of a folder that both see (its method `extract_hidden_states`,
-vLLM 0.32), and `train/states_server.py` starts it. A file is read and deleted before the next batch is asked for, so
-the folder holds no more than one batch of each process. Here the target has only its embedding, final norm and LM head.
+The server writes the states of each request into a file of a folder that both see (its method `extract_hidden_states`),
+and `train/states_server.py` starts it. A file is read and deleted before the next batch is asked for, so the folder
+holds no more than one batch of each process. Here the target has only its embedding, final norm and LM head.
 """
 
 import asyncio
@@ -112,7 +112,7 @@ class ServedTeacher(LiveTeacher):
 
 def served_layers(taps: HiddenStateSpec, depth: int) -> list[int]:
     """The hidden states that a server has to extract, in rising order: inputs of layers, and at last the state behind
-    all `depth` layers, before the final norm. These are the layer ids of vLLM as well."""
+    all `depth` layers, before the final norm. These are the server's layer ids as well."""
     return sorted({*taps.layers, depth})
 
 

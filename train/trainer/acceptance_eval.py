@@ -61,11 +61,23 @@ class AcceptanceEval:
         ]
 
     def measure(self, draft: Draft) -> dict[str, float]:
-        """{"accept/tau", "accept/alpha", "accept/alpha_1", ...} of the draft with its present weights."""
+        """{"accept/tau", "accept/alpha", "accept/alpha_1", ...} of the draft with its present weights, at T = 1."""
         s = self.config
-        return measure_acceptance(
-            self.target, draft, self.prompts, s.k, s.max_new_tokens, self.seed
+        samples = decode(
+            self.target,
+            draft,
+            self.prompts,
+            k=s.k,
+            sampling=SamplingParams(temperature=1.0),
+            max_new_tokens=s.max_new_tokens,
+            seed=self.seed,
         )
+        self.target.runner.capture_hidden_states(None)  # training installs its own hooks
+        found = Acceptance.of(samples, s.k)
+        values = {"accept/tau": found.tau.value, "accept/alpha": found.alpha.value}
+        for i, alpha in enumerate(found.alpha_by_position, 1):
+            values[f"accept/alpha_{i}"] = alpha.value
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _renders(tokenizer: Any, prompt: Prompt) -> bool:
@@ -75,29 +87,3 @@ def _renders(tokenizer: Any, prompt: Prompt) -> bool:
     except UserError:
         return False
     return True
-
-
-def measure_acceptance(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[list[int]],
-    k: int,
-    max_new_tokens: int,
-    seed: int,
-) -> dict[str, float]:
-    """τ and α (also by position) of a draft with its present weights, from the decoder at temperature 1."""
-    samples = decode(
-        target,
-        draft,
-        list(prompts),
-        k=k,
-        sampling=SamplingParams(temperature=1.0),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
-    target.runner.capture_hidden_states(None)  # training installs its own hooks
-    found = Acceptance.of(samples, k)
-    values = {"accept/tau": found.tau.value, "accept/alpha": found.alpha.value}
-    for i, alpha in enumerate(found.alpha_by_position, 1):
-        values[f"accept/alpha_{i}"] = alpha.value
-    return {name: value for name, value in values.items() if value is not None}

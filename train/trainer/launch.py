@@ -265,9 +265,7 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
                 sys.stderr.write(f"{note}\n")
         sharding.check(accelerator, s.draft.family, s.loop)
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
-        check_states_server(s)
-        check_placement(s)
-        check_attention(s, state.device.type)
+        check_draft(s, state.device.type)
         if not s.overwrite:
             checkpoint.check_launch(Path(s.out), LaunchKind.of(accelerator))
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
@@ -286,18 +284,8 @@ def in_force(s: DistillConfig, accelerator: Accelerator) -> str:
     )
 
 
-def check_attention(s: DistillConfig, device_type: str) -> None:
-    """UserError for a way to attend that this device does not have."""
-    if s.draft.attention == "flex" and device_type != "cuda":
-        raise UserError(
-            f"draft.attention flex needs CUDA, and this is {device_type}: choose blockwise, in as little memory"
-        )
-
-
-def check_states_server(s: DistillConfig) -> None:
-    """UserError for settings that need the target's layers, if a server has them."""
-    if not s.states.url:
-        return
+def check_draft(s: DistillConfig, device_type: str) -> None:
+    """UserError for settings that this family of drafts cannot be trained with, or not on this device."""
     needs = {
         "loop.eval_every measures acceptance with the target": s.loop.eval_every > 0,
         "on_policy.share lets the target read the draft's texts": s.on_policy.share > 0,
@@ -305,17 +293,17 @@ def check_states_server(s: DistillConfig) -> None:
         f"draft.family {s.draft.family} trains the target": s.draft.trains_target,
     }
     for reason, applies in needs.items():
-        if applies:
+        if applies and s.states.url:
             raise UserError(
                 f"states.url: the target's layers are not loaded, and {reason}: set it to 0 or another, or drop "
                 "states.url"
             )
-
-
-def check_placement(s: DistillConfig) -> None:
-    """UserError for a family that trains the target itself, if its layers are not all on one device."""
     if s.placement.kind != "single" and s.draft.trains_target:
         raise UserError(
             f"placement.kind {s.placement.kind}: draft.family {s.draft.family} trains the target, which must be on "
             "one device: leave it at single, or choose another family"
+        )
+    if s.draft.attention == "flex" and device_type != "cuda":
+        raise UserError(
+            f"draft.attention flex needs CUDA, and this is {device_type}: choose blockwise, in as little memory"
         )

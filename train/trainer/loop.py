@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from decode.common.command import DeferredStop
 from decode.common.errors import UserError
 from decode.common.memory import keep_freed_memory
-from decode.common.progress import ProgressBars, progress_bars
+from decode.common.progress import ProgressBars
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
@@ -44,23 +43,14 @@ def lr_multiplier(step: int, s: LoopConfig) -> float:
     return (1 + s.min_lr) / 2 + (1 - s.min_lr) / 2 * math.cos(math.pi * progress)
 
 
-def build_optimizers(
-    model: torch.nn.Module,
-    matrices: Sequence[torch.nn.Parameter],
-    low_lr_parameters: Sequence[torch.nn.Parameter],
-    s: LoopConfig,
-) -> list[torch.optim.Optimizer]:
-    """AdamW for the trainable parameters of `model`, with a quarter of the rate for `low_lr_parameters`.
-
-    With `muon_lr` the parameters in `matrices` get Muon instead.
-    """
-    if s.muon_lr == 0:
-        matrices = []
-    taken = {id(p) for p in [*matrices, *low_lr_parameters]}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+def build_optimizers(draft: TrainableDraft, s: LoopConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for what is trained of the draft; with `muon_lr` its `muon_parameters` get Muon instead."""
+    matrices = draft.muon_parameters if s.muon_lr else []
+    taken = {id(p) for p in [*matrices, *draft.low_lr_parameters]}
+    rest = [p for p in draft.model.parameters() if p.requires_grad and id(p) not in taken]
     groups: list[dict[str, Any]] = [{"params": rest}]
-    if low_lr_parameters:
-        groups.append({"params": list(low_lr_parameters), "scale": 0.25})
+    if draft.low_lr_parameters:
+        groups.append({"params": list(draft.low_lr_parameters), "scale": 0.25})
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
     ]
@@ -326,8 +316,3 @@ def _accumulate_gradients(
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()
     return totals
-
-
-def make_progress_bar(console: Console, shown: bool) -> ProgressBars:
-    """The progress bar of a training run: steps, loss, α, tokens per second and time left."""
-    return progress_bars(console, ("loss", "alpha", "speed"), disable=not shown)

@@ -213,10 +213,7 @@ def _save_merged(
     base_files = _local_copy(base_folder, config)
     has_tokenizer = any(_files(adapter.folder, ["tokenizer.json", "tokenizer.model"]))
     tokenizer_files = adapter.folder if has_tokenizer else base_files
-    sources = {
-        base_files: BASE_FILES,
-        adapter.folder: ("generation_config.json",),
-    }
+    sources = {base_files: BASE_FILES, adapter.folder: ("generation_config.json",)}
     for folder, patterns in [*sources.items(), (tokenizer_files, TOKENIZER_FILES)]:
         for file in _files(folder, patterns):
             copy = made / file.relative_to(folder)

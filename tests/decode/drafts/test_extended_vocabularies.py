@@ -17,7 +17,7 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
-from decode.serving.family_rules import wrong_tokenizer
+from decode.serving.checks import wrong_tokenizer
 from decode.serving.rules import read_draft, read_target
 from decode.serving.target_outline import load_without_target
 from decode.verification.sampling import SamplingParams

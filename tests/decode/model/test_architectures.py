@@ -14,7 +14,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import decode
-from decode.model import attention, runner
+from decode.model import attention, compatibility
 from decode.model.compatibility import check_supported
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -138,7 +138,7 @@ def test_every_layer_calls_our_attention(arch: str) -> None:
 
 def test_a_model_that_goes_around_our_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches attention of a model's own that no property tells: planted, by leaving out the check of properties."""
-    monkeypatch.setattr(runner, "check_supported", lambda model: None)
+    monkeypatch.setattr(compatibility, "check_supported", lambda model: None)
     with pytest.raises(UserError, match="xglm .* attention by itself .* in 3 of its 3 layers"):
         ModelRunner(hf_model("xglm", **REFUSED["xglm"][0]))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from decode.model import linear
+from decode.model.inductor_linear import register_lowerings
 from decode.model.linear import (
     PackedLinear,
     begin_request,
@@ -88,6 +89,7 @@ def test_compiled_code_has_one_product_of_layers_that_share_it(
         pytest.skip("oneDNN has no products of bf16 numbers on this CPU")
     usual, module = patched(dtype)
     x, other = (torch.randn(1, rows, 24).to(dtype) for _ in range(2))
+    register_lowerings()
     begin_request()
     pack_for_compiled_code()
     for inputs, products in (((x, x, x), 1), ((x, x, other), 2)):

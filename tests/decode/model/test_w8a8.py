@@ -19,6 +19,7 @@ from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
+from decode.model.inductor_linear import register_lowerings
 from decode.model.loading import Target, load_model, load_target, place_network
 from decode.model.quantized import w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
@@ -463,6 +464,8 @@ def test_compiled_code_computes_the_same(
 ) -> None:
     """Bug: an operation that is no part of the graph, or steps that compiled code rounds in another way."""
     torch._dynamo.reset()
+    if backend == "inductor":
+        register_lowerings()
     layer = compiled_layer(kind, monkeypatch)
     run = torch.compile(layer.forward, fullgraph=True, backend=backend)
     with torch.inference_mode():

@@ -148,7 +148,7 @@ def test_vllms_ngrams(tokens: list[int], found: list[int]) -> None:
 def test_rules_of_engines() -> None:
     assert rules_of(["sglang"]) == ["greedy"]
     assert set(rules_of(["vllm", "draftsmith"])) == set(RULES)
-    assert set(RULES) >= {x.rule for own in ENGINE_RULES.values() for x in own}
+    assert set(RULES) >= {x for own in ENGINE_RULES.values() for x in own}
     with pytest.raises(UserError, match="no engine 'x'"):
         rules_of(["x"])
 

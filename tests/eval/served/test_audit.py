@@ -19,11 +19,12 @@ from decode.serving.log_counts import RequestCounts
 from decode.serving.rules import read_draft, read_target
 from eval.served import parity
 from eval.served.audit import ServedCounts, audit_draft, vllm_counts
-from eval.served.reading import Edit, combine, copy_files, drop, set_config, set_rope_theta
+from eval.served.reading import Edit, combine, copy_files, set_config
 from eval.served.suspects import readings
 from eval.settings.served import AuditConfig, RefereeConfig
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
+from tests.eval.served.mistakes import drop, set_rope_theta
 from tests.heads import INNER, knowing_net, save
 from tests.params import slow_except
 from tests.scripts.test_referee import answers_of, reply, stand_in

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from eval.served.mistakes import mistakes
+from tests.eval.served.mistakes import mistakes
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,7 +17,7 @@ from eval.benchmark.multi_turn import load_eval_prompts
 from eval.checks import answer_quality, sandbox
 from eval.tasks import dataset_specs, row_files
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns
-from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
+from eval.tasks.stop_strings import StopMatcher, collect_until_stop
 from tests import worlds
 from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
 from tests.rows import byte_target, save_byte_target, write_rows
@@ -227,13 +227,14 @@ def test_an_answer_ends_at_the_token_that_completes_its_stop(target: Target) -> 
     """Bug: the end depends on how many tokens a round brought, so that the arms count differently."""
     tokenizer = target.tokenizer
     ids = tokenizer("é = 1\ndef f\ndef g")["input_ids"]
-    end = length_at_stop(ids, ["\ndef "], tokenizer)
+    end = StopMatcher(["\ndef "], tokenizer).add(ids)
     assert end is not None
     assert tokenizer.decode(ids[:end]) == "é = 1\ndef "
     for start in range(end):
-        assert length_at_stop(ids, ["\ndef "], tokenizer, start) == end
-    assert length_at_stop(ids, ["\nclass "], tokenizer) is None
-    assert length_at_stop(ids, [], tokenizer) is None
+        matcher = StopMatcher(["\ndef "], tokenizer)
+        assert (matcher.add(ids[:start]), matcher.add(ids[start:])) == (None, end)
+    assert StopMatcher(["\nclass "], tokenizer).add(ids) is None
+    assert StopMatcher([], tokenizer).add(ids) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,7 +255,7 @@ def test_stop_strings_are_found_in_the_text(kind: str) -> None:
         if "\ufffd" in stop[0]:
             continue
         end = next(ends)
-        assert length_at_stop(ids, stop, tokenizer) == end
+        assert StopMatcher(stop, tokenizer).add(ids) == end
         matcher, parts, ended = StopMatcher(stop, tokenizer), rounds_of(ids, rng), []
         for part in parts:
             if not ended:
@@ -268,7 +269,7 @@ def test_a_stop_string_in_a_run_of_byte_tokens() -> None:
     tokenizer = llama(True)
     text = "字字字🙂字字字🛑字字"
     ids = tokenizer.convert_tokens_to_ids([f"<0x{value:02X}>" for value in text.encode()])
-    assert length_at_stop(ids, ["🛑"], tokenizer) == len("字字字🙂字字字🛑".encode())
+    assert StopMatcher(["🛑"], tokenizer).add(ids) == len("字字字🙂字字字🛑".encode())
 
 
 def test_domains_and_limits_of_own_rows(target: Target, tmp_path: Path) -> None:

@@ -508,8 +508,8 @@ def test_ids_tell_tools_apart_and_stay_as_they_were(
     assert len({prompt.id for prompt in prompts}) == 3
     different = write(tmp_path / "two.jsonl", [same[0], same[2], same[3]])
     assert len({x.id for x in load_task_prompts(Task("own", str(different)), target)}) == 3
-    assert prompts[0].id == make_prompt("", "Oslo?", 0).id == "e53dd0207b5f343e#0"
-    pair = make_prompt("", ("Oslo?", "12"), 0).id
+    assert prompts[0].id == make_prompt("", "Oslo?").id == "e53dd0207b5f343e#0"
+    pair = make_prompt("", ("Oslo?", "12")).id
     [found] = read(
         write(tmp_path / "pair.jsonl", [{"prompt": "Oslo?", "completion": "12"}]), monkeypatch, True
     )
@@ -541,7 +541,7 @@ def test_tools_without_a_template_are_refused(
     assert (whole.text, whole.tools) == ("a", None)
     with pytest.raises(UserError, match=r"prompt .* of rows.jsonl: the prompt has tools"):
         conversation_with_replies(byte_tokenizer(), pair, "last", END)
-    prompt = make_prompt("test", "Oslo?", 0, [WEATHER])
+    prompt = make_prompt("test", "Oslo?", [WEATHER])
     with pytest.raises(
         UserError, match="prompt .* of test: the prompt has tools, .*no chat template"
     ):
@@ -551,7 +551,7 @@ def test_tools_without_a_template_are_refused(
 def test_a_call_has_no_text_for_the_filters() -> None:
     """Bug: comparing prompts ends in a traceback at a message that only calls a tool."""
     chat = [user("Oslo?"), call("weather", {"city": "Oslo"}), result("12")]
-    assert prompt_text(make_prompt("test", chat, 0)) == "Oslo?\n\n12"
+    assert prompt_text(make_prompt("test", chat)) == "Oslo?\n\n12"
 
 
 # ---- the commands ----

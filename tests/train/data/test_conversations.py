@@ -49,7 +49,7 @@ def chat(*contents: str, system: str = "") -> Prompt:
     ]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return make_prompt("test", messages, 0)
+    return make_prompt("test", messages)
 
 
 def text_of(made: PreTrainedTokenizerFast, script: Conversation) -> tuple[str, list[str]]:
@@ -120,7 +120,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 def test_a_prompt_with_its_answer() -> None:
     """Bug: with a template the pair is not put as a chat; without one the prompt is learned or the end is missing."""
-    pair = make_prompt("test", ("1 + 1 =", " 2"), 0)
+    pair = make_prompt("test", ("1 + 1 =", " 2"))
     made = tokenizer(CHATML)
     assert text_of(made, conversation_with_replies(made, pair, "last", EOS)) == (
         "<2>user\n1 + 1 =<1>\n<2>assistant\n 2<1>", [" 2<1>"]
@@ -140,7 +140,7 @@ def test_a_greeting_is_read_and_not_learned() -> None:
     roles = ("assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "abc", strict=True)]
     for turns in ("all", "last"):
-        script = conversation_with_replies(made, make_prompt("test", messages, 0), turns, EOS)
+        script = conversation_with_replies(made, make_prompt("test", messages), turns, EOS)
         whole, learned = text_of(made, script)
         assert learned == ["c<1>"]
         assert whole == "<2>assistant\na<1>\n<2>user\nb<1>\n<2>assistant\nc<1>"
@@ -169,7 +169,7 @@ def test_what_lies_between_the_target_s_replies() -> None:
     whole = made.apply_chat_template(served, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)]
     assert len(segments(made, chat("q"), "all")) == 1
-    assert len(segments(made, make_prompt("test", "plain", 0), "all")) == 1
+    assert len(segments(made, make_prompt("test", "plain"), "all")) == 1
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])
@@ -178,7 +178,7 @@ def test_each_token_of_a_text_is_learned_once(size: int, bos: bool) -> None:
     """Bug: windows lose the token at their seam or learn it twice; the first of a window is never predicted."""
     made = with_bos() if bos else tokenizer(None)
     text = "Größe: 12 🙂 and some more words"
-    pieces = split_into_windows(made, make_prompt("test", text, 0), size)
+    pieces = split_into_windows(made, make_prompt("test", text), size)
     ids = made(text, add_special_tokens=False)["input_ids"]
     seen = []
     for _, script in pieces:
@@ -187,7 +187,7 @@ def test_each_token_of_a_text_is_learned_once(size: int, bos: bool) -> None:
         seen += row[start:end]
     assert seen == ids[0 if bos else 1 :]
     with pytest.raises(UserError, match="window 1"):
-        split_into_windows(made, make_prompt("test", text, 0), 1)
+        split_into_windows(made, make_prompt("test", text), 1)
 
 
 def with_bos() -> PreTrainedTokenizerFast:

@@ -68,8 +68,8 @@ def chats(count: int = ROWS) -> list[list[dict[str, Any]]]:
 
 def row_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> SampleRow:
     """The chat as the sampling command would store it, had the target given these replies."""
-    asked = make_prompt("chats", messages[:-1], 0)
-    whole = make_prompt("chats", messages, 0)
+    asked = make_prompt("chats", messages[:-1])
+    whole = make_prompt("chats", messages)
     script = conversation_with_replies(tokenizer, whole, "all", frozenset({END}))
     ids, spans = join_turns(script.prompt_segments, script.replies)
     return sample_row(ids, spans, asked.id, "chats")

@@ -103,7 +103,7 @@ def test_without_a_template_prompts_show_the_boundary(tmp_path: Path) -> None:
     rows = []
     for i, text in enumerate(texts):
         row = text_row(tokenizer, "", text, f" {words(f'a{i}', 8)}<eos>")
-        rows.append(row | {"id": make_prompt("", text, 0).id})
+        rows.append(row | {"id": make_prompt("", text).id})
     sources = write_sources(tmp_path / "p.jsonl", *texts)
     folder = save_set(tmp_path / "clean", tokenizer, rows)  # type: ignore[arg-type]
     assert graves(examine(tmp_path / "target", folder, "--sources", sources)) == []

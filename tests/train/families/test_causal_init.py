@@ -189,9 +189,7 @@ def trained(own: Target, draft: FamilySettings, steps: int = 3) -> TrainableDraf
     rows = rows_of(12, 20, 9)
     settings = DistillConfig(draft=draft, loop=LoopConfig(lr=0.05))
     trainee = settings.draft.build(FamilyContext(settings, own, rows))
-    (optimizer,) = build_optimizers(
-        trainee.model, trainee.muon_parameters, trainee.low_lr_parameters, settings.loop
-    )
+    (optimizer,) = build_optimizers(trainee, settings.loop)
     for _ in range(steps):
         trainee.loss(trainee.model, batching.collate(rows, pad_id=0))["loss"].backward()
         optimizer.step()

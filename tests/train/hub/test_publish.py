@@ -186,7 +186,7 @@ def damaged(folder: Path, what: str) -> tuple[Any, Any]:
         ("another report", "the report measures drafts 000000000000 and not"),
         ("not lossless", "eagle3 on prose is not lossless: 36 of 37"),
         ("another referee", "the referee's result is of draft 000000000000"),
-        ("a referee that disagrees", "vLLM decoded 1 prompts differently"),
+        ("a referee that disagrees", "an engine decoded 1 prompts unlike this decoder"),
         ("changed weights", "the draft was changed after training"),
         ("a pickle", "pytorch_model.bin, a pickle"),
         ("a token", r"draftsmith.json: training.draft.init holds what looks like a Hugging Face"),

@@ -19,10 +19,10 @@ from rich.console import Console
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.common.progress import format_bytes
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, load_target
-from eval.reporting import formatting
 from tests import worlds
 from tests.params import rotated
 from tests.tiny import VOCAB, tiny_model, tiny_prompts, tiny_target
@@ -551,7 +551,7 @@ def test_it_says_what_it_will_take(tmp_path: Path, target: Target) -> None:
     made = CachedTeacher(target, TAPS, ROWS, folder_of(tmp_path))
     made.fill_store(Console(file=text, width=300))
     said = text.getvalue()
-    assert formatting.format_bytes(sum(map(made.cache.size, made.cache.kinds))) in said
+    assert format_bytes(sum(map(made.cache.size, made.cache.kinds))) in said
     assert f"{made.cache.bytes_per_token():,.0f} bytes a token" in said
     assert f"8 H = {8 * 32}" in said
     made.fill_store(Console(file=text, width=300))

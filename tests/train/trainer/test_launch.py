@@ -499,6 +499,15 @@ def test_bad_input_under_the_real_launcher(
 
 
 @pytest.mark.slow
+def test_quiet_says_the_line_alone(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the launcher's traceback stands below the line, as without --quiet (docs/runs.md). The code is its own."""
+    words = ["--quiet", "--num_processes", "1", *MACHINE, "--mixed_precision", "no"]
+    done = launched(words, world, data, tmp_path / "out", "--loop.lrr", 3)
+    said = "error: there is no setting loop.lrr (did you mean 'loop.lr'?)\n"
+    assert (done.code, done.out, done.err) == (1, "", said)
+
+
+@pytest.mark.slow
 def test_one_process_under_accelerate_launch(
     train: Callable[..., Done], world: World, data: Path, tmp_path: Path
 ) -> None:

@@ -36,7 +36,8 @@ from train.families import causal
 from train.families.settings.causal import CausalSettings
 from train.planning.estimates import FlopsCounter
 from train.settings.training import LoopConfig
-from train.trainer import acceptance_eval, checkpoint, loop, throughput
+from train.trainer import checkpoint, loop, throughput
+from train.trainer.acceptance_eval import AcceptanceEval
 from train.trainer.settings import DistillConfig
 from train.trainer.throughput import ThroughputMeter
 
@@ -194,11 +195,8 @@ def test_a_refusal_ends_every_process_with_one_line(
 def script(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
     """Measurements say these numbers, one after the other."""
     left = iter(taus)
-    monkeypatch.setattr(
-        acceptance_eval,
-        "measure_acceptance",
-        lambda *_: {"accept/tau": next(left), "accept/alpha": 0.5},
-    )
+    measured = lambda *_: {"accept/tau": next(left), "accept/alpha": 0.5}  # noqa: E731
+    monkeypatch.setattr(AcceptanceEval, "measure", measured)
 
 
 def test_the_best_draft_is_kept_and_saved(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, at_least
@@ -28,6 +28,7 @@ class Eagle1Settings(LayeredHeadSettings):
 
     family: Literal["eagle1"] = "eagle1"
 
+    steps: ClassVar[int] = 1  # how many times each slot is run
     training = TrainingDefaults(
         "EAGLE, eagle/train/main.py", lr=3e-5, warmup=0.0025, min_lr=0.0, clip=0.5
     )

@@ -1,7 +1,7 @@
 """The settings of multi-token prediction layers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from decode.common.published import Place
 from decode.common.ranges import at_least
@@ -22,6 +22,7 @@ class MtpSettings(HeadSettings):
     steps: Annotated[int, at_least(1, 64)] = 3
     """How many times each slot is run in training (training-time test)."""
 
+    activation_checkpointing: ClassVar[bool] = False
     training = TrainingDefaults(
         "speculators, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh",
         lr=1e-4, warmup=0.01, max_length=4096, loss="hard_ce", decay=0.6,

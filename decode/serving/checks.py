@@ -1,7 +1,11 @@
-"""Checks on the drafts of a family that more than one engine needs: tensors, vocabularies, layers, settings."""
+"""The checks of which engines' rules are made: tensors, vocabularies, layers, settings.
 
+A check is a function from DraftFiles to sentences, one for each thing that is wrong.
+"""
+
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +19,49 @@ from decode.checkpoints.layouts import VOCAB_MAPS
 from decode.common.errors import UserError
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
-from decode.serving.rules import SILENT, DraftFiles, Rule, require_tensors, when
+from decode.serving.rules import SILENT, Check, DraftFiles, Rule
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+# ---- how checks are made ----
+
+
+def when(applies: Callable[[DraftFiles], object], what: str) -> Check:
+    """The check whose one sentence holds of drafts to which `applies` says yes."""
+    return lambda d: [what] if applies(d) else []
+
+
+def unsupported(why: str) -> Check:
+    return lambda d: [why]
+
+
+def require_value(key: str, wanted: Any, default: Any = None) -> Check:
+    """The check that a setting of config.json has one value; `default` stands for an absent one."""
+    must = f"and must be {json.dumps(wanted)}"
+    return lambda d: (
+        [f"{key} is {json.dumps(value)} {must}" for value in [d.get(key, default)] if value != wanted]
+    )  # fmt: skip
+
+
+def require_keys(*keys: str) -> Check:
+    return lambda d: [f"config.json has no {key}" for key in keys if key not in d.config]
+
+
+def require_tensors(d: DraftFiles, names: Iterable[str]) -> list[str]:
+    return [f"{name} is missing" for name in names if name not in d.tensors]
+
+
+def context_at_least_targets(what: str) -> Check:
+    """The check that a draft can read as many tokens as its target; `what` happens with longer texts."""
+
+    def check(d: DraftFiles) -> Iterator[str]:
+        configs = [d.config, *([] if d.target is None else [d.target.config])]
+        own, *wanted = (c.get("max_position_embeddings") or c.get("n_positions") for c in configs)
+        if own is not None and wanted and wanted[0] is not None and own < wanted[0]:
+            yield f"the draft can read {own} tokens and the target {wanted[0]}: {what}"
+
+    return check
+
 
 # ---- tensors ----
 
@@ -68,6 +112,19 @@ def wrong_layer_count(d: DraftFiles) -> Iterator[str]:
     count = d.get("num_hidden_layers")
     if count != 1:
         yield f"num_hidden_layers is {count}: engines agree only on heads of one layer"
+
+
+def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
+    floats = [value.dtype for value in d.tensors.values() if value.is_floating_point()]
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in floats}
+    for key in ("dtype", "torch_dtype"):
+        if d.config.get(key) is not None and {d.config[key]} != dtypes:
+            yield f"{key} is {d.config[key]}, and the tensors are {', '.join(sorted(dtypes))}"
+
+
+def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
+    if d.target is not None and d.config.get("vocab_size") != d.target.config["vocab_size"]:
+        yield f"vocab_size is {d.config.get('vocab_size')} and the target's {d.target.config['vocab_size']}"
 
 
 # ---- the reduced vocabulary of heads ----

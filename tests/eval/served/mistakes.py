@@ -4,25 +4,21 @@ A row says what a mistake does to the files of a good draft, which rule of each 
 and which suspect of an audit names it (scripts/audit.py).
 """
 
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from decode.checkpoints import layouts
+from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.layouts import Tensors
-from eval.served.reading import (
-    Edit,
-    combine,
-    drop,
-    edit_tensors,
-    nest_config,
-    remove_file,
-    rename,
-    set_config,
-    set_rope_theta,
-)
+from decode.model.fingerprint import TargetRecord
+from decode.serving.export import to_speculators
+from eval.served.reading import Edit, combine, edit_tensors, remove_file, rename, set_config
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,24 @@ def every_lm(rule: str) -> dict[str, str]:
 
 
 # ---- edits ----
+
+
+def nest_config(folder: Path) -> None:
+    """Rewrites EAGLE-3 heads in the speculators format."""
+    target = (read_metadata(str(folder)).target or TargetRecord()).name
+    checkpoint = importers.read_checkpoint(str(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        layouts.write_checkpoint(Path(scratch), *to_speculators(checkpoint, target, 4))
+        for file in Path(scratch).iterdir():
+            shutil.copyfile(file, folder / file.name)
+
+
+def set_rope_theta(theta: float) -> Edit:
+    return set_config(rope_parameters={"rope_type": "default", "rope_theta": theta})
+
+
+def drop(name: str) -> Edit:
+    return edit_tensors(lambda tensors: tensors.pop(name))
 
 
 def add(name: str, like: str) -> Edit:
