@@ -308,10 +308,9 @@ def take_copy(
 ) -> None:
     """Removes the tensor `name`, if there is one, which must be a copy of the weight of `own`, the target's embedding
     or LM head. UserError if it is another: the draft was trained with it, and it would not be read."""
-    found = tensors.pop(name, None)
+    found, weight = tensors.pop(name, None), own.weight
     # Not in eight bits, where it is made at each call, nor split over devices.
-    plain = type(own.weight) is torch.nn.Parameter
-    if found is not None and plain and not equal_values(found, own.weight):
+    if found is not None and type(weight) is torch.nn.Parameter and not equal_values(found, weight):
         raise UserError(
             f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
             "it was trained for"
