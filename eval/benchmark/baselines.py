@@ -37,7 +37,7 @@ from decode.model.seq2seq import (
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import llamacpp_baseline
-from eval.benchmark.config import requested_engines
+from eval.benchmark.config import is_plain_chain, requested_engines
 from eval.benchmark.llamacpp_baseline import LlamaCppEngine
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
@@ -166,7 +166,7 @@ def _supported_methods(
     served = {
         m.name
         for m in s.methods
-        if not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
+        if is_plain_chain(m)
         if m.draft and (Path(m.draft) / "config.json").is_file()
     }
     return [None, *(m for m in methods if m.name in served and m.shape is None)]

@@ -27,6 +27,11 @@ def requested_engines(s: EvalConfig) -> list[str]:
     return [name.strip() for name in s.compare.split(",") if name.strip()]
 
 
+def is_plain_chain(m: MethodConfig) -> bool:
+    """Whether other engines could draft so: no simulation, no lookup in front, a fixed K, nothing beside the target."""
+    return not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
+
+
 def served_gguf(s: EvalConfig) -> str:
     """The target's GGUF file that llama.cpp serves; "" if it has to be written."""
     return s.llama_gguf or (s.target if Path(s.target).suffix == ".gguf" else "")

@@ -22,7 +22,7 @@ from decode.serving.gguf_export import write_gguf
 from decode.serving.llamacpp_engine import LLAMACPP
 from decode.serving.running import llama_server
 from decode.verification.sampling import SamplingParams
-from eval.benchmark.config import served_gguf
+from eval.benchmark.config import is_plain_chain, served_gguf
 from eval.benchmark.methods import Method
 from eval.benchmark.turns import EngineAnswer
 from eval.settings.evaluation import EvalConfig, MethodConfig
@@ -45,12 +45,8 @@ def described(s: EvalConfig) -> dict[str, str]:
 
 def drafts_of(methods: Sequence[Method], s: EvalConfig) -> list[Method]:
     """The methods that llama.cpp has too: chains of n-grams and of drafts of its families."""
-    own = {m.name: m for m in s.methods if _is_plain_chain(m)}
+    own = {m.name: m for m in s.methods if is_plain_chain(m)}
     return [m for m in methods if m.name in own and m.shape is None and _has(m, own[m.name])]
-
-
-def _is_plain_chain(m: MethodConfig) -> bool:
-    return not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
 
 
 def _has(method: Method, own: MethodConfig) -> bool:
