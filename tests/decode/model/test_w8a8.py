@@ -451,7 +451,7 @@ def compiled_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> QuantizedLinea
         return Int4Linear.from_weight(torch.randn(48, 64), torch.randn(48))
     monkeypatch.setattr(w8a8, "has_int8_products", lambda: kind == "packed")
     values = torch.randint(-63, 64, (48, 64), dtype=torch.int8)
-    return W8A8Linear(values, torch.rand(48), torch.randn(48))
+    return W8A8Linear(values, torch.rand(48), torch.randn(48), block=64)
 
 
 KERNELS = ["exact", pytest.param("packed", marks=needs_onednn), "int4"]
