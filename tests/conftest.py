@@ -1,5 +1,6 @@
 """Every test starts from the same seeds, on one thread; so do hypothesis's examples. The fast suite: durations.py."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import settings
 
 from tests import durations
 
+# Modules are imported while tests are collected, and stay: the collector need not look at them, now or later.
+gc.disable()
 torch.set_num_threads(1)
 examples = 100 if os.environ.get("CI") == "true" else 25
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=examples)
@@ -23,6 +26,11 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # A tiny target and its samples, for whoever needs no other ones and changes nothing in them. Imports are late: most

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from decode.common.errors import UserError
 from decode.common.files import read_yaml
@@ -372,6 +371,8 @@ def load_config(file: Path) -> object:
 
 def accept_wandb_sweep(file: Path) -> None:
     """Parses the settings of a W&B sweep as an agent passes them, at one end of each parameter's range."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args  # two seconds
+
     sweep = read_yaml(file)
     first = {
         name: next(

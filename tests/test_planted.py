@@ -19,7 +19,7 @@ TABLE = re.compile(r"BUGS?|PLANTED|MUTATIONS?|MUTANTS?|DEFECTS?|CORRUPTIONS?")
 
 def planted_in(file: Path) -> Iterator[str]:
     """The lines of a test file: a test counts by its name, its file's name, or its parameters."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in statements(ast.parse(file.read_text()).body):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             decorators = " ".join(map(ast.unparse, node.decorator_list))
             if PLANTED.search(f"{file.stem} {node.name} {decorators}"):
@@ -29,6 +29,14 @@ def planted_in(file: Path) -> Iterator[str]:
             names = [t.id for t in targets if isinstance(t, ast.Name) and TABLE.search(t.id)]
             for name in names:
                 yield from (f"{file.stem}::{name}[{case}]" for case in cases(node.value))
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module and of its classes; what functions do is not looked at, which takes longest."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.ClassDef):
+            yield from statements(node.body)
 
 
 def cases(value: ast.expr) -> Iterator[str]:

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -226,37 +224,34 @@ def test_through_accelerate_launch(
     """Catches workers that go on without their launcher, and workers that are killed before they have saved. The
     launcher's own exit code and traceback are its own: 128 + the signal or 1."""
     out, ready = tmp_path / "out", "checkpoints/latest"
-    words = [*distill_words(world, data), "--loop.steps", 300, "--loop.save_every", 20]
+    words = [*distill_words(world, data), "--loop.steps", 200, "--loop.save_every", 20]
     if command == "sample":
         ready = "shards/*.parquet"
-        words = sample_words(worlds.build(tmp_path / "world", 400))[:-4]
+        words = sample_words(worlds.build(tmp_path / "world", 200))[:-4]
         words += ["--max_new_tokens", 100, "--shard_rows", 20]
-    several = ["--multi_gpu", "--main_process_port", str(worlds._free_port())]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launch += several if processes > 1 else ["--cpu"]
-    start = [*launch, *map(str, words), "--out", str(out)]
-    env = {**os.environ, **worlds.ENV}
-    with subprocess.Popen(
-        start, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    several = ["--multi_gpu", "--main_process_port", worlds._free_port()]
+    launch = ["--num_processes", processes, "--num_machines", 1, "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", *(several if processes > 1 else ["--cpu"])]
+    command_file, *told = words
+    start = [*launch, ROOT / str(command_file), *told, "--out", out]
+    with worlds.forked(worlds.launcher(), *start) as [launcher]:
         end = time.monotonic() + worlds.PATIENCE
         while not list(out.glob(ready)):
-            assert process.poll() is None
+            assert launcher.poll() is None
             assert time.monotonic() < end
             time.sleep(0.01)
-        os.kill(process.pid, sent) if to == "launcher" else os.killpg(process.pid, sent)
-        _, err = process.communicate(timeout=worlds.PATIENCE)
-    assert process.returncode in (-sent, 128 + sent, 1)
-    assert err.count("stopped by ") == 1, err
-    assert SIGNALS[sent] in err
-    deadline = time.monotonic() + 30
-    while (out / ".lock").exists():  # the launcher may end before its child
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        launcher.send(sent) if to == "launcher" else launcher.send_group(sent)
+        done = launcher.end()
+        while (out / ".lock").exists() or "stopped by " not in done.err:
+            assert time.monotonic() < end, done.err
+            time.sleep(0.05)
+            done = launcher.end()  # it may end before its child
+    assert done.code in (-sent, 128 + sent, 1)
+    assert done.err.count("stopped by ") == 1, done.err
+    assert SIGNALS[sent] in done.err
     done = again(out, *words)  # any number of processes goes on
     assert "from step 0" not in done.err
-    assert ", 400 to answer" not in done.err
+    assert ", 200 to answer" not in done.err
 
 
 @pytest.mark.slow

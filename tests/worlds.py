@@ -223,7 +223,15 @@ class Fork:
         return self.process.exitcode
 
     def kill(self) -> None:
+        """Ends it and what it has started."""
         self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self.send_group(signal.SIGKILL)
+
+    def send_group(self, number: int) -> None:
+        """Sends the signal to it and to those that it has started, as a terminal does."""
+        assert self.process.pid is not None
+        os.killpg(self.process.pid, number)
 
     def send(self, number: int) -> None:
         assert self.process.pid is not None  # 0 would be everybody
@@ -243,6 +251,7 @@ class Fork:
 
 
 def _run_forked(env: dict[str, str], words: Sequence[str], streams: Sequence[str]) -> None:
+    os.setsid()
     os.environ.clear()
     os.environ.update(env)
     for number, name in enumerate(streams, 1):
@@ -270,6 +279,13 @@ def forked(
         for fork in forks:
             fork.kill()
             fork.process.join()
+
+
+def launcher() -> str:
+    """The file of `accelerate launch`, a command for a fork. Its own processes start as ever."""
+    import accelerate
+
+    return str(Path(accelerate.__file__).parent / "commands" / "launch.py")
 
 
 def fork(

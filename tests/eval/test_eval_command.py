@@ -462,7 +462,7 @@ def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
         return [line for line in own if '"repeats": 0' in line]  # a busy machine stalls, too
 
     ready = lambda: len(measured()) >= 5  # noqa: E731
-    assert worlds.kill_when(ready, COMMAND, *command, own_start=True) == -9
+    assert worlds.kill_when(ready, COMMAND, *command) == -9
     kept = measured()
     assert 5 <= len(kept) < 24
     worlds.call(COMMAND, *command).ok()

@@ -132,10 +132,10 @@ def test_a_killed_bench_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "out.json.cells" / "journal.jsonl"
     kept = lambda: file.read_text().split("\n")[1:-1] if file.is_file() else []  # noqa: E731
     words = [*map(str, command), "--seconds", "0.2"]
-    assert worlds.kill_when(lambda: len(kept()) >= 2, *words, own_start=True) == -9
+    assert worlds.kill_when(lambda: len(kept()) >= 2, *words) == -9
     finished = [json.loads(line) for line in kept()]
     assert 2 <= len(finished) < 6
-    done = worlds.run(*words).ok()
+    done = worlds.fork(*words).ok()
     result = json.loads(out.read_text())
     assert result == json.loads(done.out.splitlines()[-1])
     for line in finished:
@@ -149,7 +149,7 @@ def test_a_killed_bench_goes_on(tmp_path: Path) -> None:
 
 def test_a_failed_process_is_named_with_its_reason(tmp_path: Path) -> None:
     command = [STAND_IN, "--names", "[a, bad]", "--log", tmp_path / "log", "--out", tmp_path / "o"]
-    assert worlds.run(*command).error() == 'error: names ["bad"]: bad has no cell: name another'
+    assert worlds.fork(*command).error() == 'error: names ["bad"]: bad has no cell: name another'
 
 
 def test_intervals_of_pairs_cover_what_they_promise() -> None:

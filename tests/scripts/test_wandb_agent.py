@@ -5,8 +5,6 @@ import stat
 import subprocess
 from pathlib import Path
 
-from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
 from decode.common.files import read_yaml
 from decode.common.settings import parse_settings
 from tests.worlds import ROOT
@@ -17,6 +15,11 @@ CHOICE = {"loop.lr": 0.0012, "loop.batch_size": 8, "loss": "lk_alpha"}
 
 def agent_command(sweep: dict[str, object], choice: dict[str, object]) -> list[str]:
     """The words that an agent runs for this choice: W&B's own macros put in place as `wandb agent` does it."""
+    from wandb.sdk.launch.sweeps.utils import (  # two seconds
+        create_sweep_command,
+        create_sweep_command_args,
+    )
+
     words = create_sweep_command_args({"args": {name: {"value": v} for name, v in choice.items()}})
     words |= {"program": [sweep["program"]], "env": ["/usr/bin/env"], "interpreter": ["python"]}
     command = create_sweep_command(list(sweep["command"]))  # type: ignore[call-overload]

@@ -165,7 +165,7 @@ def test_killed_and_started_again_gives_the_undisturbed_rows(
     """Bug: a kill loses or repeats prompts, or the rest is sampled with other random numbers."""
     out = tmp_path / "out"
     ready = lambda: len(shard_files(out)) > 0  # noqa: E731
-    code = worlds.kill_when(ready, COMMAND, *arguments(world, out), own_start=True)
+    code = worlds.kill_when(ready, COMMAND, *arguments(world, out))
     before = contents(out / "shards")
     assert code == -9
     assert 0 < len(rows_of(out)) < 40

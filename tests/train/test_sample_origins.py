@@ -137,7 +137,7 @@ def test_killed_and_started_again_gives_the_undisturbed_rows(
     """Bug: later turns draw random numbers that hang on the batch or on what was done before the kill."""
     out = tmp_path / "out"
     ready = lambda: len(list((out / "shards").glob("*.parquet"))) > 1  # noqa: E731
-    assert worlds.kill_when(ready, COMMAND, *arguments(world, out), own_start=True) == -9
+    assert worlds.kill_when(ready, COMMAND, *arguments(world, out)) == -9
     before = contents(out / "shards")
     assert sample(world, out).code == 0
     assert before.items() <= contents(out / "shards").items()

@@ -147,6 +147,8 @@ def test_a_launch_that_does_not_suit_is_refused(
         (PlacementConfig("device_map", {"cpu": 0.0}), "float32", "raise it"),
         (PlacementConfig("device_map", {"cuda:9": 1.0}), "float32", "device 'cuda:9' is not on this machine"),
         (ON_DISK, "int8", "another dtype than int8"),
+        (ON_DISK, "w8a8", "placement.kind device_map: .* another dtype than w8a8"),
+        (PlacementConfig("tensor_parallel"), "w8a8", "placement.kind tensor_parallel: .* another dtype than w8a8"),
         (PlacementConfig("tensor_parallel"), "float32", "in one process only"),
     ],
 )  # fmt: skip
@@ -210,7 +212,7 @@ def test_two_slices_compute_and_train_what_the_whole_does(
     """Bug: heads or biases of a slice are counted twice or not at all, K/V of refilled rows differ, each process trains
     on its own rows or counts the loss twice, or a head reads a slice of the LM head."""
     words = "tests/decode/distributed/run_sliced.py", world.target, data, tmp_path
-    done = worlds.run(*words, processes=2)
+    done = worlds.fork(*words, processes=2)
     found = trained(done, tmp_path / "trained")
     computed = json.loads((tmp_path / "found").read_text())
     wanted = logits_and_texts(loading.load_target(str(world.target), "cpu"))
@@ -236,7 +238,7 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
         "--tasks", json.dumps([{"name": "own", "path": str(world.prompts), "limit": 3}]),
         "--max_new_tokens", 12, "--phase_prompts", 0,
     ]  # fmt: skip
-    two: Callable[..., Done] = partial(worlds.run, processes=2)
+    two: Callable[..., Done] = partial(worlds.fork, processes=2)
     outputs = []
     for name, launch, more in (("one", worlds.call, []), ("two", two, SLICED)):
         out = tmp_path / name

@@ -27,7 +27,7 @@ from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_compile import FAMILIES, HOW, make
 from tests.fake_gpu import NOT_HERE, GpuBug, OneDevice, fake_gpu
 from tests.heads import random_draft
-from tests.params import rotated, slow_except
+from tests.params import pairwise, rotated, slow_except
 from tests.tiny import ARCHITECTURES, FEW, tiny_model, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))
@@ -103,8 +103,10 @@ KEPT = [
     ("dflash", "sampled", 3, "block"),
     ("mtp", "greedy", 3, "exact"),
 ]
-OTHERS = [name for name in NAMES if name != "causal"]
-CASES = dict.fromkeys([*KEPT, *rotated(["causal", *OTHERS], HOW, (1, 3), VERIFICATION_RULES)])
+WAYS = HOW, (1, 3), list(VERIFICATION_RULES)
+OTHERS = [row for row in rotated(NAMES, *WAYS) if row[0] not in {name for name, *_ in KEPT}]
+CASES = dict.fromkeys([*KEPT, *pairwise(["causal"], *WAYS), *OTHERS])
+"""Each family once, and causal drafts with any two of the ways."""
 
 
 @pytest.mark.parametrize(("name", "how", "rows", "rule"), slow_except(CASES, KEPT))

@@ -15,7 +15,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.heads import random_draft
-from tests.params import slow_except
+from tests.params import pairwise
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 
 SHORT, LONG = tiny_prompts(9, 4, 12, 7, 10, 5), tiny_prompts(440)
@@ -48,9 +48,13 @@ def make(name: str, target: Target) -> Draft | None:
     }[name]
 
 
-@pytest.mark.parametrize("arch", slow_except(["llama", "gemma3_text"], ["gemma3_text"]))
-@pytest.mark.parametrize("name", ["plain", "causal", "tree", "eagle3"])
-@pytest.mark.parametrize("place", [0, 2, len(SHORT)])
+CASES = pairwise(
+    ["causal", "plain", "tree", "eagle3"], [2, 0, len(SHORT)], ["gemma3_text", "llama"]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place", "arch"), CASES)
 def test_short_rows_do_not_attend_to_the_length_of_a_long_one(
     name: str, place: int, arch: str, attended: list[int]
 ) -> None:

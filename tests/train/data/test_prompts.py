@@ -217,6 +217,7 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("cannot reach it\nlong story")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)  # which asks again and again
     monkeypatch.setattr(names.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(names, "_reaches", lambda endpoint: True)
     with pytest.raises(UserError, match=r"^hub data set 'a/b' .*cannot reach it.*$") as caught:

@@ -489,7 +489,8 @@ def test_bad_input_under_the_real_launcher(
 ) -> None:
     """Bug: each process printed the line, and the launcher's report, the last thing to be read, did not have it."""
     out, told = tmp_path / "out", [*MACHINE, "--mixed_precision", "no", "--num_processes", "2"]
-    done = launched([*told, "--multi_gpu", "--main_process_port", "0"], world, data, out, *more)
+    told += ["--multi_gpu", "--main_process_port", "0", str(worlds.ROOT / COMMAND)]
+    done = worlds.fork(worlds.launcher(), *told, *arguments(world, data, out), *more)
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert named in error
     blamed = done.err[done.err.index("Root Cause") :]

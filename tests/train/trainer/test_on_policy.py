@@ -95,7 +95,7 @@ def test_killed_and_started_again_ends_with_the_same_bits(
         return (out / "checkpoints" / "step-000006").is_dir()
 
     words = arguments(world, data, out)
-    assert worlds.kill_when(ready, COMMAND, *words, own_start=True) == -9
+    assert worlds.kill_when(ready, COMMAND, *words) == -9
     assert not (out / "model.safetensors").exists()
     done = distill(world, data, out).ok()
     assert "from step 0" not in done.err

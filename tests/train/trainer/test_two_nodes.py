@@ -1,9 +1,6 @@
 """configs/accelerate/two_nodes.yaml, rehearsed with two launchers on one machine: a node is killed, both go on."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,39 +11,34 @@ import pytest
 
 from tests import worlds
 from tests.train.test_distill_command import COMMAND, WEIGHTS, arguments, losses_of
-from tests.worlds import ENV, PATIENCE, ROOT, World
+from tests.worlds import PATIENCE, ROOT, Fork, World
 
 pytestmark = pytest.mark.slow
 CONFIG = "configs/accelerate/two_nodes.yaml"
 
 
 @contextmanager
-def node(rank: int, port: int, *words: object) -> Iterator[subprocess.Popen[str]]:
+def node(rank: int, port: int, *words: object) -> Iterator[Fork]:
     """The launcher of one node, with one process of the training; all of it is gone when the block is left."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG]
     where = ["--num_processes", 2, "--machine_rank", rank, "--main_process_ip", "127.0.0.1"]
-    command = [*launcher, *where, "--main_process_port", port, COMMAND, *words]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, env=os.environ | ENV, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        kill(process)
-        process.communicate()
+    command = ["--config_file", ROOT / CONFIG, *where, "--main_process_port", port]
+    with worlds.forked(worlds.launcher(), *command, ROOT / COMMAND, *words) as [launcher]:
+        try:
+            yield launcher
+        finally:
+            kill(launcher)
 
 
-def kill(node: subprocess.Popen[str]) -> None:
+def kill(node: Fork) -> None:
     """Ends the launcher and its workers, which have process groups of their own, by SIGKILL."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(node.pid)
+        launcher = psutil.Process(node.process.pid)
         for process in [launcher, *launcher.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 
-def await_true(reached: Callable[[], bool], nodes: list[subprocess.Popen[str]]) -> None:
+def await_true(reached: Callable[[], bool], nodes: list[Fork]) -> None:
     end = time.monotonic() + PATIENCE
     while not reached():
         assert all(process.poll() is None for process in nodes), "a node has ended too early"
@@ -67,14 +59,15 @@ def test_after_a_killed_node_both_go_on_from_the_last_checkpoint(
         nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
         await_true((out / "checkpoints" / "latest").is_file, nodes)
         kill(nodes[1])
-        assert nodes[0].wait(PATIENCE) != 0  # it does not wait for the lost one
+        assert nodes[0].wait() != 0  # it does not wait for the lost one
     assert not (out / WEIGHTS).exists()
 
     with ExitStack() as stack:
         port = worlds._free_port()
         nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
-        first, second = (process.communicate(timeout=PATIENCE)[0] for process in nodes)
-        assert [process.returncode for process in nodes] == [0, 0], first + second
+        ends = [launcher.end() for launcher in nodes]
+        first, second = (end.out + end.err for end in ends)
+        assert [end.code for end in ends] == [0, 0], first + second
     assert "2 process(es)" in first
     assert "from step 0" not in first
     assert losses_of(out) == losses_of(whole)
