@@ -38,7 +38,7 @@ class AdviseConfig:
 
 def main(s: AdviseConfig) -> None:
     """Prints the advice on a report."""
-    # These load torch: --help does without.
+    # --help does without. None of them loads torch.
     from eval.reporting.advice import advice_markdown, advise
     from eval.results.report import read_report
     from eval.results.tuned import read_tuned

@@ -11,10 +11,10 @@ from rich.table import Table
 from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate, to_json
 from decode.engine.engine import decode
 from decode.engine.trained_template import use_template
-from decode.model.fingerprint import TargetRecord
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.model.quantized.conversion import INT4_TARGET
 from decode.model.vocabularies import check_embedded

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from decode.common.provenance import Hardware
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import to_json
-from decode.model.fingerprint import TargetRecord
 from eval.scaling.data_curve import TrainedPoint, build_curve
 
 TOKENIZER = "33c2eb365440cc00"

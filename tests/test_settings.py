@@ -134,6 +134,23 @@ def test_an_import_of_torch_is_seen(tmp_path: Path) -> None:
     assert "import of torch halted" in say_help(file).stderr
 
 
+JUDGED = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({SLOW})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("command", ["eval/advise.py", "scripts/lab/quickstart.py seen"])
+def test_reports_are_judged_without_torch(command: str) -> None:
+    """Bug: half a second of reading takes five, for types of results that stand beside a model's."""
+    words = [sys.executable, "-c", JUDGED, *command.split(), "docs/results/quickstart_smollm2.json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "α" in done.stdout
+
+
 @dataclass
 class Inner:
     good: Annotated[int, at_least(1)] = 1

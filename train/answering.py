@@ -15,12 +15,12 @@ from rich.console import Console
 from decode.common import damage, provenance, run_dir
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
+from decode.common.target_record import ModelFingerprint, difference
 from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
-from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import (
     load_config,
     model_fingerprint,

@@ -14,10 +14,10 @@ from decode.common.damage import read_log
 from decode.common.errors import UserError, naming
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
+from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
 from decode.engine.engine import speculate
 from decode.engine.trained_template import use_template
-from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
 from decode.model.vocabularies import check_embedded
 from train.sampling.config import WritePromptsConfig

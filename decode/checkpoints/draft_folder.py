@@ -13,8 +13,8 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.provenance import Hardware
 from decode.common.published import Argument, Digest, Name, Private, Version, Word
+from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import Omitted, read_object, to_json
-from decode.model.fingerprint import ModelFingerprint, TargetRecord
 from decode.model.formats.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.loading import (
     Target,

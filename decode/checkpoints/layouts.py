@@ -304,14 +304,13 @@ def without_maps(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def take_copy(
-    path: str, tensors: dict[str, torch.Tensor], name: str, own: torch.Tensor, what: str
+    path: str, tensors: dict[str, torch.Tensor], name: str, own: torch.nn.Module, what: str
 ) -> None:
-    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`. UserError if it is
-    another: the draft was trained with it, and it would not be read."""
-    found = tensors.pop(name, None)
-    # Not in eight bits, nor split over devices.
-    plain = type(own) in (torch.Tensor, torch.nn.Parameter)
-    if found is not None and plain and not equal_values(found, own):
+    """Removes the tensor `name`, if there is one, which must be a copy of the weight of `own`, the target's embedding
+    or LM head. UserError if it is another: the draft was trained with it, and it would not be read."""
+    found, weight = tensors.pop(name, None), own.weight
+    # Not in eight bits, where it is made at each call, nor split over devices.
+    if found is not None and type(weight) is torch.nn.Parameter and not equal_values(found, weight):
         raise UserError(
             f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
             "it was trained for"

@@ -3,6 +3,7 @@
 - errors: UserError; what a full disk or a missing permission is, and other exceptions, in one line
 - settings: settings of a command from defaults, YAML and the command line, by today's names and by old ones
 - target_settings: the settings of the target that commands share, of its sampling and of grammars
+- target_record: how results name the target that they are of, and whether it is another one by now
 - ranges: the range of every number in the settings, and the one check of them
 - command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's

@@ -247,11 +247,10 @@ def load_dflash(path: str, target: Target, device: str, dtype: str) -> DFlashDra
     check_arithmetic(config, QK_NORM_FIELDS)
     ids = layouts.draft_to_target_ids(path, config, tensors)
     tensors, model = layouts.without_maps(tensors), runner.model
-    embedding = model.get_input_embeddings().weight
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     layouts.take_copy(path, tensors, "embed_tokens.weight", embedding, "an embedding")
     if ids is None:
-        matrix = model.get_output_embeddings().weight
-        layouts.take_copy(path, tensors, "lm_head.weight", matrix, "an output matrix")
+        layouts.take_copy(path, tensors, "lm_head.weight", output, "an output matrix")
     head = LMHead(runner.model, device, DTYPES[dtype])
     net = DFlashModel(llama_config(config), aux_layers, ids, head)
     layouts.load_parameters(net, path, tensors)

@@ -216,9 +216,8 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     if not own:
         raise UserError(f"draft {path!r} has no layer {depth}: get its files again")
     model = runner.model
-    embedding, matrix = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    layouts.take_copy(path, own, EMBEDDING, embedding, "an embedding")
-    layouts.take_copy(path, own, HEAD, matrix, "an output matrix")
+    layouts.take_copy(path, own, EMBEDDING, model.get_input_embeddings(), "an embedding")
+    layouts.take_copy(path, own, HEAD, model.get_output_embeddings(), "an output matrix")
     layer_name = re.compile(r"(?:model\.)?layers\.(\d+)\.")
     further = sorted({int(m[1]) for name in tensors if (m := layer_name.match(name))} - {depth})
     if further:

@@ -7,6 +7,7 @@ from typing import Any
 
 from decode.checkpoints.draft_folder import read_metadata
 from decode.common import damage
+from decode.common.target_record import ModelFingerprint
 from decode.common.template_choice import (
     TemplateSetting,
     check_setting,
@@ -15,7 +16,6 @@ from decode.common.template_choice import (
     template_hash,
     with_template,
 )
-from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import Target
 
 

@@ -27,9 +27,10 @@ from transformers.utils import logging
 from decode.common import damage
 from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
+from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes
-from decode.model.fingerprint import ModelFingerprint, TargetRecord, weights_fingerprint
+from decode.model.fingerprint import weights_fingerprint
 from decode.model.formats import tied_heads
 from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
 from decode.model.formats.gguf_files import gguf_folder

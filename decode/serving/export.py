@@ -20,10 +20,10 @@ from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.common.ranges import FloatName
 from decode.common.run_dir import check_folder, replace_folder
+from decode.common.target_record import TargetRecord
 from decode.drafts.causal import load_ids
 from decode.drafts.registry import draft_family
 from decode.model import loading
-from decode.model.fingerprint import TargetRecord
 from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.names import check_name

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder, refuse_change
+from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
-from decode.model.fingerprint import ModelFingerprint, difference
 
 TARGETS, DRAFTS = ["target"], ["drafts"]
 """Keys of what was measured: the targets, the last one that of now, and the checksums of drafts."""

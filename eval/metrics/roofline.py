@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -135,9 +138,11 @@ def memory_breakdown(
     return parts
 
 
-def measure_bandwidth(device: torch.device, size: int = 2**28, repeats: int = 5) -> float:
+def measure_bandwidth(device: "torch.device", size: int = 2**28, repeats: int = 5) -> float:
     """Bytes per second read of `size` bytes on `device`, by their sum or by products of one row with matrices of them,
     which on some CPUs read faster: the best of `repeats` runs of each after a warm-up. `size` is a multiple of 2^16."""
+    import torch  # the rest of this module does without
+
     block = torch.ones(size // 4, device=device)
     matrices = block.view(-1, 512, 32)
     row = torch.ones(1, 512, device=device).expand(len(matrices), -1, -1)

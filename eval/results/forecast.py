@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from decode.common.provenance import Hardware
 from decode.common.published import Digest, Name, Place, Private, Version, Word
+from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import Estimate
-from decode.model.fingerprint import ModelFingerprint, TargetRecord
 from decode.serving.engine import KRange
 
 SpeculativeConfig = dict[str, int | list[KRange] | dict[int, int]]

@@ -22,6 +22,7 @@ from decode.common.published import (
     Withheld,
     Word,
 )
+from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import (
     Estimate,
     IntervalKey,
@@ -30,7 +31,6 @@ from decode.common.typed_json import (
     from_json,
 )
 from decode.engine.records import DecodeRecord
-from decode.model.fingerprint import ModelFingerprint, TargetRecord
 from eval.metrics.acceptance import Acceptance, as_measured, seconds_per_token, speedup
 from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, mean_of_ratios, ratio_or_none
 from eval.metrics.latency import DecodeThroughput, LatencyMs, Throughput, prefill_and_decode

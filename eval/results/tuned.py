@@ -8,9 +8,8 @@ from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.provenance import Hardware
 from decode.common.published import Digest, Name, Private, Setting, Version, Word
+from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import Estimate, IntervalKey
-from decode.model.fingerprint import ModelFingerprint, TargetRecord
-from decode.verification.registry import find_rule
 from eval.metrics.latency import Spread
 from eval.results.report import EvalReport, TreeRecord, read_measurements
 
@@ -142,6 +141,8 @@ class TunedReport:
 
         At the smallest batch size. Faster trees are left out, since serving engines draft chains.
         """
+        from decode.verification.registry import find_rule  # loads torch, which advice does without
+
         lossy = {c.method for c in self.chosen if not find_rule(c.rule).lossless}
         names = {name for name, own in self.drafts.items() if own == sha} - lossy
         cells = [c for c in self.cells if c.method in names and c.tree is None]

@@ -14,8 +14,8 @@ import numpy as np
 from decode.common.errors import UserError
 from decode.common.provenance import Hardware
 from decode.common.published import Digest, Name, Place, Private, Version, Word
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate
-from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import Array, Interval, Ratio
 from eval.reporting.formatting import (
     NOT_MEASURED,

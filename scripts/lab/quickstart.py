@@ -89,7 +89,7 @@ def write_prompts(folder: Path) -> None:
 
 def seen(report: "EvalReport") -> str:
     """What was measured of the trained draft and of the one it began with, and whether that is more than chance."""
-    from eval.reporting.summary import lossless_verdict  # loads torch: the prompts do without
+    from eval.reporting.summary import lossless_verdict  # the prompts do without
 
     found = next(c for c in report.comparisons if c.task == ALL_TASKS)
     low, high = found.difference.ci or (0.0, 0.0)

@@ -13,9 +13,10 @@ from decode.common import damage, provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder
+from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import load_draft
-from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
+from decode.model.fingerprint import weights_fingerprint
 from decode.model.loading import load_target
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.reporting.summary import other_targets_lines

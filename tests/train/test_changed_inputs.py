@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
+from decode.common.target_record import ModelFingerprint
+from decode.model.fingerprint import weights_fingerprint
 from tests import worlds
 from tests.worlds import Done, World, contents
 from train.data import sample_store

@@ -14,8 +14,8 @@ from typing import Any
 from decode.common import damage, files
 from decode.common.errors import UserError
 from decode.common.published import Argument, Digest, Name, Place, Private, Revision, Version, Word
+from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import Omitted, WrongTypeError, from_json, to_json
-from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.sample_store import SampleStore
 

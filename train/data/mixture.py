@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from decode.common import damage, run_dir
 from decode.common.errors import UserError
+from decode.common.target_record import difference
 from decode.common.typed_json import to_json
-from decode.model.fingerprint import difference
 from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
 from train.data.manifest import Manifest, load_set, read_manifest

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
+from decode.common.target_record import ModelFingerprint
 from decode.common.template_choice import (
     TemplateSetting,
     check_setting,
@@ -20,7 +21,6 @@ from decode.common.template_choice import (
     with_template,
 )
 from decode.model import compatibility
-from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import (
     check_tokenizer_size,
     end_ids,

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 
 from decode.common.errors import UserError, disk_error, first_line, naming
 from decode.common.files import write_atomically
+from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json, to_json
-from decode.model.fingerprint import ModelFingerprint
 
 OPTIONAL = "chat_template_kwargs"
 """Shards of earlier versions do not have this column."""

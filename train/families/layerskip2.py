@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode.common.target_record import TargetRecord
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft
-from decode.model.fingerprint import TargetRecord
 from decode.model.layer_stack import check_exit, final_norm, layer_stack
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft

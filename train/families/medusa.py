@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import head_layouts, layouts
+from decode.common.target_record import TargetRecord
 from decode.drafts import medusa
 from decode.drafts.base import Draft
 from decode.drafts.medusa import MedusaDraft, MedusaModel
-from decode.model.fingerprint import TargetRecord
 from decode.model.loading import Target
 from train.data.batching import Batch
 from train.families.alignment import Alignment

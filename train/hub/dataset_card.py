@@ -16,8 +16,8 @@ from decode.common.errors import UserError
 from decode.common.published import Place, published
 from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
+from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json
-from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from eval.reporting.formatting import escape_markdown
 from train.data import sample_store

@@ -29,9 +29,9 @@ from decode.common.files import read_json, read_json_object
 from decode.common.published import published
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
-from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
 from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards

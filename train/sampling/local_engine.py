@@ -9,9 +9,9 @@ from pathlib import Path
 from decode.common.damage import warn
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.progress import ProgressBars
+from decode.common.target_record import ModelFingerprint
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
-from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.prompt_pipeline import TokenizedPrompt
 from train.sampling.config import SampleConfig

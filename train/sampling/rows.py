@@ -5,8 +5,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from decode.common.target_record import ModelFingerprint
 from decode.engine.records import DecodeRecord
-from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.conversations import Conversation, join_turns, skip_repeated_turn_end
 from train.data.prompt_pipeline import TokenizedPrompt

@@ -24,8 +24,8 @@ from torch import Tensor
 from decode.common import files, lock, run_dir
 from decode.common.errors import UserError, disk_error, naming
 from decode.common.files import write_atomically
+from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
-from decode.model.fingerprint import ModelFingerprint, difference
 from train.data import batching
 from train.data.sample_store import SampleRow, remove_partial
 from train.teacher.feature_codec import FeatureSchema

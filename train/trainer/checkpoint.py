@@ -21,8 +21,8 @@ from accelerate.utils import DistributedType
 
 from decode.common import damage, files, run_dir
 from decode.common.errors import UserError, naming
+from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
-from decode.model.fingerprint import ModelFingerprint, difference
 
 LATEST = "latest"
 CONTENTS = "contents.json"

@@ -147,6 +147,8 @@ def test_a_launch_that_does_not_suit_is_refused(
         (PlacementConfig("device_map", {"cpu": 0.0}), "float32", "raise it"),
         (PlacementConfig("device_map", {"cuda:9": 1.0}), "float32", "device 'cuda:9' is not on this machine"),
         (ON_DISK, "int8", "another dtype than int8"),
+        (ON_DISK, "w8a8", "placement.kind device_map: .* another dtype than w8a8"),
+        (PlacementConfig("tensor_parallel"), "w8a8", "placement.kind tensor_parallel: .* another dtype than w8a8"),
         (PlacementConfig("tensor_parallel"), "float32", "in one process only"),
     ],
 )  # fmt: skip

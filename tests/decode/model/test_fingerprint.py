@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from decode.common.target_record import ModelFingerprint, difference
 from decode.common.target_settings import PlacementConfig
 from decode.common.typed_json import from_json, to_json
 from decode.distributed import placement
 from decode.model import fingerprint, loading
-from decode.model.fingerprint import ModelFingerprint, difference, weights_fingerprint
+from decode.model.fingerprint import weights_fingerprint
 from decode.model.loading import load_target
 from tests import worlds
 from tests.gguf_writer import Case, write_case

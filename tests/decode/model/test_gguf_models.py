@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache as cache_results
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor
 from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_model, load_target
+from decode.model.quantized.conversion import quantize_model
+from decode.model.quantized.w8a8 import W8A8Linear
+from decode.model.runner import ModelRunner
 from tests.gguf_writer import (
     CASES,
     ENDING,
@@ -206,6 +210,22 @@ def test_the_model_is_the_one_that_the_file_was_made_from(
     for ids in PROMPTS:
         found, there = logits(model, ids), logits(original, ids)
         assert torch.allclose(found, there, atol=1e-3 * float(there.std()))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_file_is_loaded_in_w8a8(kind: str, tmp_path: Path) -> None:
+    """Bug: a file's own rounding is taken for that of the dtype, or its target counts as one of other weights."""
+    path = str(write_case(tmp_path / "tiny.gguf", CASES["qwen2"], kind=kind))
+    target, model = load_target(path, "cpu", "w8a8"), load_model(path, "target", "cpu", "float32")
+    record = target.describe()
+    assert (record.weights, record.rounding) == (load_target(path).describe().weights, " in w8a8")
+    layers = [part for part in target.runner.model.modules() if isinstance(part, W8A8Linear)]
+    assert len(layers) == 2 * 7 + 1
+    for ids in PROMPTS:
+        p, q = (logits(one, ids).softmax(-1) for one in (model, target.runner.model))
+        assert (p - q).abs().sum(-1).mean() / 2 < 0.1
+    quantize_model(model, "w8a8", "the same weights")
+    assert tokens(target) == tokens(replace(target, runner=ModelRunner(model)))
 
 
 def test_the_golden_tokens_tell_the_kinds_of_rope_apart() -> None:

@@ -94,24 +94,42 @@ def test_onednn_s_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randint(-63, 64, (48, 200), dtype=torch.int8)
     scale, bias, x = torch.rand(48), torch.randn(48), torch.randn(7, 200)
     monkeypatch.setattr(w8a8, "has_int8_products", lambda: False)
-    plain = W8A8Linear(values, scale, bias)
+    plain = W8A8Linear(values, scale, bias, block=8)
     monkeypatch.setattr(w8a8, "has_int8_products", lambda: True)
-    packed = W8A8Linear(values, scale, bias)
+    packed = W8A8Linear(values, scale, bias, block=8)
     assert (plain.is_packed, packed.is_packed) == (False, True)
     assert torch.equal(packed(x), plain(x))
     for rows in range(1, 65):
         many = torch.randn(rows, 200)
         assert torch.equal(packed(many), plain(many))
-    torch.testing.assert_close(packed.weight, values * scale[:, None])
+    torch.testing.assert_close(packed.weight, plain.weight)
+    torch.testing.assert_close(W8A8Linear(values, scale, bias).weight, values * scale[:, None])
+
+
+def rotation_by_hand(inputs: int) -> Tensor:
+    """[K, K] blocks of signs along the diagonal: that of i and j is the parity of the ones that both have in binary."""
+    block = max(size for size in (1, 2, 4, 8, 16, 32, 64) if inputs % size == 0)
+    signs = torch.tensor(
+        [[(-1) ** bin(i & j).count("1") for j in range(block)] for i in range(block)]
+    )
+    return torch.block_diag(*[signs] * (inputs // block))
 
 
 def computed_by_hand(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """What the layer promises, written out: each row's and each output's own scale, sums of int64, then the bias."""
+    """What the layer promises, written out: both rotated, each row's and each output's own scale, sums of int64, then
+    the bias."""
+    rotation = rotation_by_hand(weight.shape[1])
+    fine = x.abs().amax(1) / 2**17
+    if weight.shape[1] % 2 == 0:
+        x = ((x / fine[:, None]).round().long() @ rotation).float()
+    else:  # nothing to rotate
+        fine = torch.ones(len(x))
+    weight = (weight.double() @ torch.linalg.inv(rotation.double())).float()
     scale, steps = weight.abs().amax(1) / 127, x.abs().amax(1) / 127
     numbers = (x / steps[:, None]).round()
     values = (weight / scale[:, None]).round()
     sums = sums_by_whole_numbers(numbers, values)
-    return sums.float() * scale * steps[:, None] + bias
+    return sums.float() * scale * (steps * fine)[:, None] + bias
 
 
 def wrong_step(numbers: Tensor, values: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
@@ -132,22 +150,45 @@ class BiasFirst(W8A8Linear):
         return super().product(x) + self.bias * (steps - 1)
 
 
+class RotatedOnOneSide(W8A8Linear):
+    def product(self, x: Tensor) -> Tensor:
+        rotation, self.rotation = self.rotation, None
+        out = super().product(x)
+        self.rotation = rotation
+        return out
+
+
 class StepOfAnotherRow(W8A8Linear):
     def product(self, x: Tensor) -> Tensor:
         _, steps = quantize_rows(x)
         return super().product(x) / steps * steps.roll(1, 0)
 
 
-def layer_error(kind: type[W8A8Linear] = W8A8Linear) -> float:
-    """Largest difference from `computed_by_hand`."""
-    weight, bias = torch.randn(24, 300), torch.randn(24)
-    x = torch.randn(6, 300) * torch.tensor([1.0, 30.0, 0.01, 5.0, 1.0, 1e4])[:, None]
+def layer_error(kind: type[W8A8Linear] = W8A8Linear, inputs: int = 320) -> float:
+    """Largest difference from `computed_by_hand`, with weights whose sums are exact."""
+    weight, bias = torch.randint(-2000, 2001, (24, inputs)) / 1024, torch.randn(24)
+    x = torch.randn(6, inputs) * torch.tensor([1.0, 30.0, 0.01, 5.0, 1.0, 1e4])[:, None]
     found = kind.from_weight(weight, bias)(x)
     return float((found - computed_by_hand(weight, bias, x)).abs().max())
 
 
-def test_a_layer_computes_what_it_promises() -> None:
-    assert layer_error() == 0
+@pytest.mark.parametrize("inputs", [31, 300, 320])
+def test_a_layer_computes_what_it_promises(inputs: int) -> None:
+    """Bug: a rotation in blocks of another size, of one side alone, or whose scale is lost. To the bit."""
+    assert layer_error(inputs=inputs) == 0
+
+
+def test_a_large_input_does_not_spoil_the_others() -> None:
+    """Bug: one input that is 300 times the rest, as models have them, takes all steps of its row."""
+    weight, x = torch.randn(24, 512), torch.randn(6, 512)
+    x[:, 77] *= 300
+    weight[:, 77] /= 300
+    wanted = x @ weight.T
+    values, scale = quantize_rows(weight)
+    plain = W8A8Linear(values.to(torch.int8), scale[:, 0], None)
+    errors = [(layer(x) - wanted).norm() for layer in (W8A8Linear.from_weight(weight, None), plain)]
+    assert errors[0] < errors[1] / 3
+    assert errors[0] < 0.1 * wanted.norm()
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], type[W8A8Linear]]] = {
@@ -155,6 +196,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], type[W8A8Linear]]] = {
     "saturation": lambda patch: patched(patch, saturating),
     "bias before the scale": lambda patch: BiasFirst,
     "step of another row": lambda patch: StepOfAnotherRow,
+    "activations that are not rotated": lambda patch: RotatedOnOneSide,
 }
 
 
@@ -249,6 +291,17 @@ def test_every_architecture_decodes_as_transformers_does(arch: str) -> None:
         assert not [x for x in zip(PROMPTS, found, wanted, strict=True) if not is_tie(plain, *x)]
 
 
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_every_architecture_keeps_most_of_its_law(arch: str) -> None:
+    """Bug: weights or inputs that are rotated in one layer alone, as where a layer holds its weight the other way."""
+    ids = torch.tensor([PROMPTS[0]])
+    plain, rounded = reference(tiny_model(arch)), reference(tiny_model(arch))
+    quantize_model(rounded, "w8a8", arch)
+    with torch.inference_mode():
+        p, q = (model(ids).logits[0].double().softmax(-1) for model in (plain, rounded))
+    assert (p - q).abs().sum(-1).mean() / 2 < 0.1
+
+
 def is_tie(model: Any, prompt: list[int], found: list[int], wanted: list[int]) -> bool:
     """Whether two texts are equal, or differ first where a rounding can swap two tokens: attention that differs in its
     last bit flips one now and then."""
@@ -327,8 +380,7 @@ def test_the_head_can_be_read(folder: Path) -> None:
     tied = tied_heads.are_tied(before)
     assert tied_heads.are_tied(after) == tied
     assert (head.weight is after.get_input_embeddings().weight) == tied
-    step = wanted.abs().amax(1, keepdim=True) / 127
-    assert ((head.weight - wanted).abs() <= (0 if tied else 0.51 * step)).all()
+    assert ((head.weight - wanted).norm(dim=1) <= (0 if tied else 0.01) * wanted.norm(dim=1)).all()
     ids, states = torch.tensor([0, 5, 90]), torch.randn(4, 32)
     torch.testing.assert_close(head.rows(ids)(states), head(states)[:, ids], atol=1e-5, rtol=1e-5)
     assert torch.equal(LMHead(after).linear.forward(states), head(states))
@@ -399,7 +451,7 @@ def compiled_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> QuantizedLinea
         return Int4Linear.from_weight(torch.randn(48, 64), torch.randn(48))
     monkeypatch.setattr(w8a8, "has_int8_products", lambda: kind == "packed")
     values = torch.randint(-63, 64, (48, 64), dtype=torch.int8)
-    return W8A8Linear(values, torch.rand(48), torch.randn(48))
+    return W8A8Linear(values, torch.rand(48), torch.randn(48), block=64)
 
 
 KERNELS = ["exact", pytest.param("packed", marks=needs_onednn), "int4"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from decode.common.errors import UserError
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import from_json
-from decode.model.fingerprint import TargetRecord
 from eval.metrics.bootstrap import ratio_interval
 from eval.reporting import plots
 from eval.scaling import data_curve

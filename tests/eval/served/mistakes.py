@@ -16,7 +16,7 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.layouts import Tensors
-from decode.model.fingerprint import TargetRecord
+from decode.common.target_record import TargetRecord
 from decode.serving.export import to_speculators
 from eval.served.reading import Edit, combine, edit_tensors, remove_file, rename, set_config
 

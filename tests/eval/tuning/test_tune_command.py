@@ -14,10 +14,10 @@ import yaml
 from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.common.journal import Journal
+from decode.common.target_record import TargetRecord
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import row_seeds
 from decode.engine.records import DecodeRecord, RoundRecord
-from decode.model.fingerprint import TargetRecord
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 
 from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.layouts import read_config
+from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate, from_json, to_json
-from decode.model.fingerprint import TargetRecord
 from decode.serving.engine import ServedDraft
 from eval.results.report import EvalReport, LookupRecord
 from tests import drafts

@@ -17,8 +17,8 @@ from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.published import PRIVATE, Name, Private, Word, published
 from decode.common.ranges import OneOf
+from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import arms_of, fields_of
-from decode.model.fingerprint import ModelFingerprint
 from eval.results.speculation_profile import SpeculationProfile
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part

@@ -13,7 +13,7 @@ import pytest
 
 from decode.common import files
 from decode.common.published import published
-from decode.model.fingerprint import ModelFingerprint
+from decode.common.target_record import ModelFingerprint
 from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import Ids, StandIn, serving

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.progress import format_bytes
-from decode.model.fingerprint import ModelFingerprint
+from decode.common.target_record import ModelFingerprint
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, load_target
 from tests import worlds
