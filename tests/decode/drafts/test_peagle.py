@@ -60,7 +60,7 @@ def one_pass(net: Eagle3Model, own: Target, text: list[int], depth: int) -> Tens
 
 def drift(draft: Any, inner: PEagleDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference from `one_pass`, accepted lengths that occurred)."""
-    with watch_logits(inner, inner, "_logits") as seen:
+    with watch_logits(inner, inner.net, "logits") as seen:
         wanted = partial(one_pass, inner.net, own)
         return decode_and_compare(own, draft, seen, wanted, **settings)
 
