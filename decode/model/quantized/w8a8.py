@@ -26,9 +26,9 @@ ZERO_POINT = 128
 """oneDNN multiplies unsigned activations: 0 is 128 there."""
 ROTATED = 64
 """Inputs that are rotated together, or the largest power of 2 that divides their number."""
-FINE = 1 << 17
-"""Largest whole number of a row that is rotated: sums of ROTATED of them are exact in fp32, and it is so fine that the
-eight bits after it do not see it."""
+FINE = 1 << 46
+"""Largest whole number of a row that is rotated: sums of ROTATED of them are exact in float64. In fp32 they would be so
+coarse that a last bit of the input changed the eight bits after it ten times as often."""
 EXACT_INPUTS = 1024
 """So many products of two numbers of eight bits have a sum below 2^24, which fp32 holds exactly in any order."""
 BLOCK = 1 << 20
@@ -47,8 +47,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hadamard(size: int) -> Tensor:
-    """[size, size] of 1 and -1 in fp32, for a power of 2: symmetric, and its square is `size` times the identity."""
-    matrix = torch.ones(1, 1)
+    """[size, size] of 1 and -1 in float64, for a power of 2: symmetric, and its square is `size` times the identity."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -60,8 +60,9 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def rotate_rows(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [M, K], rotated, as whole numbers; the step [M, 1] of each row). Sums of whole numbers are exact in any order,
-    so that a row does not depend on the others here either."""
+    """(x [M, K], rotated, as whole numbers; the step [M, 1] of each row), in float64. Sums of whole numbers are exact
+    in any order, so that a row does not depend on the others here either."""
+    x = x.double()
     steps = x.abs().amax(-1, keepdim=True).clamp_min(TINY) / FINE
     return rotate((x / steps).round(), matrix), steps
 
@@ -172,7 +173,7 @@ class W8A8Linear(QuantizedLinear):
         else:
             whole, fine = rotate_rows(x, self.rotation)
             numbers, steps = quantize_rows(whole)
-            steps = steps * fine
+            steps = (steps * fine).to(x.dtype)
         operation = torch.ops.draftsmith.int8_linear
         multiply = operation if torch.compiler.is_compiling() else int8_product
         given = (numbers + ZERO_POINT).to(torch.uint8) if self.is_packed else numbers.float()
