@@ -58,7 +58,7 @@ def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) 
 def drift(draft: MtpDraft, inner: MtpDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference of a chain's laws from `plain_laws`, accepted lengths that occurred)."""
     wanted = partial(plain_laws, draft.net, own)
-    return chain_drift(draft, draft, "_logits", own, wanted, **settings)
+    return chain_drift(draft, draft.net, "logits", own, wanted, **settings)
 
 
 def native_folder(folder: Path, arch: str) -> tuple[MtpModel, Target]:
