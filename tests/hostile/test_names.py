@@ -33,7 +33,7 @@ NAMES = [
     ("eval/run.py", "--tasks '[{name: a, path: $lab/prompts.txt}, {name: a, path: $lab/prompts.txt}]'", "name"),
     ("eval/run.py", "--mode turbo", "mode"),
     ("eval/run.py", "--mode graph", "graph"),
-    ("eval/run.py", "--compare llamacpp", "llamacpp"),
+    ("eval/run.py", "--compare exllama", "exllama"),
     ("eval/run.py", "--compare vllm --vllm_python $tmp/none", "none"),
     ("eval/tune.py", "--mode turbo", "mode"),
     ("eval/forecast.py", "--engines '[telepathy]'", "telepathy"),
