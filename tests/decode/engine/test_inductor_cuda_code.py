@@ -28,8 +28,7 @@ from decode.engine.active_request import ActiveRequest
 from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import propose, round_bytes, verify_and_commit
-from decode.model import attention
-from decode.model import runner as runners
+from decode.model import attention, compatibility
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -65,7 +64,7 @@ def llama(hidden: int, layers: int, heads: int, inner: int) -> ModelRunner:
         intermediate_size=inner,
         max_position_embeddings=8192,
     )
-    with GPU, mock.patch.object(runners, "check_trial_pass"):
+    with GPU, mock.patch.object(compatibility, "check_trial_pass"):
         return ModelRunner(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16))
 
 
