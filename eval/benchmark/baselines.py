@@ -89,14 +89,14 @@ def interleaved_baselines(
     """
     found: dict[str, Callable[[TaskPrompt], EngineAnswer]] = {}
     for engine in requested_engines(s):
-        for method in _supported_methods(engine, methods, s):
-            if engine == "llamacpp":
-                answer = LlamaCppEngine(s, target, method, sampling, context, block).answer
-            elif engine != "vllm":
-                answer = TransformersEngine(s, target, model, method, sampling).answer
+        file = llamacpp_baseline.target_file(s, block) if engine == "llamacpp" else None
+        for method in _supported_methods(engine, methods, s) if engine != "vllm" else []:
+            label = engine_label(engine, method)
+            if file:
+                served = LlamaCppEngine(s, target, method, sampling, file, context, block)
+                found[label] = served.answer
             else:
-                continue
-            found[engine_label(engine, method)] = answer
+                found[label] = TransformersEngine(s, target, model, method, sampling).answer
     return found
 
 

@@ -59,6 +59,15 @@ def _family(draft: str) -> str:
     return "causal" if Path(draft).suffix == ".gguf" else draft_family(draft)
 
 
+def target_file(s: EvalConfig, block: ExitStack) -> Path:
+    """The GGUF file that all servers read; one that had to be written is gone when `block` ends."""
+    if served_gguf(s):
+        return Path(served_gguf(s))
+    file = Path(block.enter_context(tempfile.TemporaryDirectory())) / "target.gguf"
+    write_gguf(s.target, file, s.dtype)  # type: ignore[arg-type]
+    return file
+
+
 class LlamaCppEngine:
     """A llama-server with the target, and the method's draft unless that is None."""
 
@@ -68,18 +77,16 @@ class LlamaCppEngine:
         target: Target,
         method: Method | None,
         sampling: SamplingParams,
+        file: Path,
         context: int,
         block: ExitStack,
     ):
-        """`context` is the tokens of the longest request. The files that it serves are written now; they and the
-        server are gone when `block` ends."""
+        """`file` is the target's; `context` is the tokens of the longest request. The draft's file is written now; it
+        and the server are gone when `block` ends."""
         self.s, self.target, self.sampling, self.block = s, target, sampling, block
         self.context = min(target.runner.context, context + (method.k if method else 0) + 1)
         self.folder = Path(block.enter_context(tempfile.TemporaryDirectory()))
-        self.file = Path(served_gguf(s) or self.folder / "target.gguf")
-        self.url = ""
-        if not served_gguf(s):
-            write_gguf(s.target, self.file, s.dtype)  # type: ignore[arg-type]
+        self.file, self.url = file, ""
         self.options = [] if method is None else self._draft_options(method)
 
     def _draft_options(self, method: Method) -> list[str]:

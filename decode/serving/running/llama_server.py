@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def find_server(asked: str = "") -> str:
     return find_executable(wanted, "executable", advice)
 
 
+@cache
 def server_version(server: str) -> str:
     done = subprocess.run([server, "--version"], capture_output=True, text=True)
     return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]

@@ -13,7 +13,7 @@ import pytest
 
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from eval.benchmark.llamacpp_baseline import LlamaCppEngine, drafts_of
+from eval.benchmark.llamacpp_baseline import LlamaCppEngine, drafts_of, target_file
 from eval.benchmark.methods import build_methods
 from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.loading import TaskPrompt
@@ -94,8 +94,10 @@ def test_the_server_is_asked_for_what_ours_decodes(target: Target, tmp_path: Pat
     item = TaskPrompt("t", "a", [letter, 17], stop=())
     sampling = SamplingParams(0.5, 9, 0.8)
     with ExitStack() as block:
+        file = target_file(s, block)
         engines = [
-            LlamaCppEngine(s, target, m, sampling, context=11, block=block) for m in (None, *ours)
+            LlamaCppEngine(s, target, m, sampling, file, context=11, block=block)
+            for m in (None, *ours)
         ]
         assert not (tmp_path / "starts").exists()  # before its first prompt
         plain, ngram, causal = (engine.answer(item) for engine in engines)
@@ -134,7 +136,9 @@ def test_the_context_ends_the_answer_of_both(target: Target, tmp_path: Path) -> 
     s = asked(tmp_path, max_new_tokens=900)
     prompt = [17] * (target.runner.context - 4)
     with ExitStack() as block:
-        engine = LlamaCppEngine(s, target, None, SamplingParams(), context=10_000, block=block)
+        engine = LlamaCppEngine(
+            s, target, None, SamplingParams(), target_file(s, block), context=10_000, block=block
+        )
         assert engine.answer(TaskPrompt("t", "a", prompt))["ids"] == [17] * 4
     assert f"-c {target.runner.context}" in " ".join(starts(tmp_path)[0])
 
@@ -144,7 +148,9 @@ def test_a_file_that_is_given_is_served(target: Target, tmp_path: Path) -> None:
     (tmp_path / "t.gguf").write_bytes(b"GGUF")
     s = asked(tmp_path, llama_gguf=str(tmp_path / "t.gguf"), dtype="w8a8")
     with ExitStack() as block:
-        engine = LlamaCppEngine(s, target, None, SamplingParams(), context=20, block=block)
+        engine = LlamaCppEngine(
+            s, target, None, SamplingParams(), target_file(s, block), context=20, block=block
+        )
         engine.answer(TaskPrompt("t", "a", [17]))
     assert str(tmp_path / "t.gguf") in starts(tmp_path)[0]
 
