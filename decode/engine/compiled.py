@@ -35,13 +35,14 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
     results on disk (TORCHINDUCTOR_CACHE_DIR); dynamo's trace is made anew in each process.
     Raises what torch.compile raises if a part cannot be compiled: there is no silent fallback to eager mode.
     """
-    from decode.model.inductor_linear import register_lowerings  # imports inductor: takes a second
+    from decode.model import inductor_linear  # imports inductor: takes a second
 
-    register_lowerings()
+    inductor_linear.register_lowerings()
     torch._dynamo.config.recompile_limit = max(
         RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
     )
     options = dict(COMPILE_OPTIONS[device_type])
+    options["post_grad_custom_pre_pass"] = inductor_linear.MergeEqualNodes()
     if device_type == "cpu":
         # On CUDA replaying a CUDA graph checks no guards.
         options["guard_filter_fn"] = filter_guards

@@ -1,16 +1,18 @@
 """What inductor writes for products of linear layers, whose weights are inputs of the code.
 
+Layers that share a product ask for it with the same arguments, each for its own outputs: `MergeEqualNodes` leaves one.
+
 Importing this takes a second, for inductor: only what compiles does, inside a function.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.virtualized import V
 
 from decode.model.quantized import w8a8
 
@@ -32,36 +34,33 @@ def call(operation: Any, *given: Any) -> Any:
     return fallback_handler(operation, add_to_fallback_set=False)(*given)
 
 
-def once(multiply: Callable[[], Any]) -> Any:
-    """The product of the node that inductor lowers: layers that share a product call it with the same arguments, and
-    `multiply` is called for the first of them."""
-    products = vars(V.graph).setdefault("draftsmith_products", {})
-    node = V.graph.current_node
-    key = node.target, node.args
-    if key not in products:
-        products[key] = multiply()
-    return products[key]
+class MergeEqualNodes(CustomGraphPass):
+    """A pass of inductor: operations with the same arguments become one."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        assert graph.owning_module is not None
+        graph.owning_module.graph = fx_graph_cse(graph)
+
+    def uuid(self) -> str:
+        """Inductor's cache keeps code by it: it changes with this pass."""
+        return "draftsmith-merge-equal-nodes-1"
 
 
 def packed_linear(x: Any, packed: Any, bias: Any) -> Any:
     product = torch.ops.mkldnn._linear_pointwise.default
-    return once(lambda: call(product, x, packed, bias, "none", [], ""))
+    return call(product, x, packed, bias, "none", [], "")
 
 
 def blocked_linear(x: Any, blocks: Any) -> Any:
     """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
     than the rest of the compilation."""
     ops = torch.ops.aten
-
-    def multiply() -> Any:
-        width = x.get_size()[-1]
-        # It has no product for rows that are not contiguous, as those of the last token alone are.
-        flat = ExternKernel.require_contiguous(lowerings[ops.reshape](x, [-1, width]))
-        every = lowerings[ops.expand](flat, [blocks.get_size()[0], *flat.get_size()])
-        with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
-            return lowerings[ops.bmm](every, blocks)
-
-    return once(multiply)
+    width = x.get_size()[-1]
+    # It has no product for rows that are not contiguous, as those of the last token alone are.
+    flat = ExternKernel.require_contiguous(lowerings[ops.reshape](x, [-1, width]))
+    every = lowerings[ops.expand](flat, [blocks.get_size()[0], *flat.get_size()])
+    with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
+        return lowerings[ops.bmm](every, blocks)
 
 
 def int8_linear(numbers: Any, weight: Any, scale: Any, zeros: Any) -> Any:

@@ -24,8 +24,7 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class HasProduct(Protocol):
     """A layer that can multiply for all that share its product."""
 
-    @property
-    def weight(self) -> Tensor: ...
+    out_features: int
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N], the outputs of all layers one after the other."""
@@ -49,7 +48,7 @@ class FusedProduct(Generic[L]):
     def output(self, place: int, x: Tensor) -> Tensor | None:
         """[..., N] the output of layer number `place` for x, or None if that layer has to multiply by itself."""
         if place == 0:
-            sizes = [len(layer.weight) for layer in self.layers]
+            sizes = [layer.out_features for layer in self.layers]
             self.held = x, self.layers[0].product(x).split(sizes, -1)
         held = self.held  # read once: a pass in another thread may replace it
         if held is None or held[0] is not x:

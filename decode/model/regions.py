@@ -21,6 +21,7 @@ from decode.model import attention
 from decode.model.kv_cache import LayerCache, StaticKVCache
 from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import PackedLinear
+from decode.model.quantized.layers import FusedPart
 
 # ---- which layers are alike ----
 
@@ -37,7 +38,7 @@ AROUND = {
 }
 """Attributes of a module that change what a call of it runs beside the forward of its class."""
 UNREAD = {"packed_from", "checked", "fused"}
-"""What a PackedLinear keeps for eager decoding: compiled code does not read it."""
+"""What layers that share a product keep for eager decoding: compiled code does not read it."""
 
 
 def describe_layer(layer: torch.nn.Module, index: int) -> Hashable:
@@ -57,7 +58,7 @@ def describe_layer(layer: torch.nn.Module, index: int) -> Hashable:
         skipped = left_out if fields.get("layer_idx") == index else set()
         if part is layer:
             skipped = skipped | AROUND
-        if isinstance(part, PackedLinear):
+        if isinstance(part, PackedLinear | FusedPart):
             skipped = skipped | UNREAD
         fields = {key: value for key, value in fields.items() if key not in skipped}
         described.append((name, type(part), describe(fields, numbers)))

@@ -16,8 +16,9 @@ from decode.common.errors import UserError
 from decode.model.formats import tied_heads
 from decode.model.formats.quantized import quantize_linear_layers
 from decode.model.layer_stack import decoder_config, layer_stack
+from decode.model.linear import SAME_INPUT
 from decode.model.quantized.int4 import GROUP, Int4Linear
-from decode.model.quantized.layers import QuantizedLinear
+from decode.model.quantized.layers import QuantizedLinear, fused_parts
 from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products
 from decode.model.recurrent import has_recurrent_layers
 
@@ -74,12 +75,25 @@ def quantize_network(network: nn.Module, dtype: str) -> None:
     device = next(network.parameters()).device
     if device.type != "cpu":
         raise UserError(f"dtype {dtype} of this draft is for a CPU: choose another one on {device}")
+    for part in list(network.modules()):
+        fuse_layers(part, KINDS[dtype])
     for name in [
         name for name, part in network.named_modules() if type(part) in (nn.Linear, Conv1D)
     ]:
         weight, bias = weight_and_bias(network.get_submodule(name))
         if fits(weight, KINDS[dtype]):
             network.set_submodule(name, KINDS[dtype].from_weight(weight, bias))
+
+
+def fuse_layers(module: nn.Module, kind: type[QuantizedLinear]) -> None:
+    """Replaces children of `module` that have the names of SAME_INPUT by parts of one product."""
+    children = dict(module.named_children())
+    for names in SAME_INPUT:
+        layers = [child for name in names if type(child := children.get(name)) is nn.Linear]
+        if len(layers) == len(names) and fits(layers[0].weight, kind):
+            if len({layer.in_features for layer in layers}) == 1:
+                for name, part in zip(names, fused_parts(kind, layers), strict=True):
+                    setattr(module, name, part)
 
 
 def replace_head(model: Any, kind: type[QuantizedLinear]) -> None:

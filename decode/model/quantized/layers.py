@@ -1,13 +1,15 @@
 """What linear layers in few bits have in common: they decode, and are neither trained nor written."""
 
 import copy
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.model.linear import FusedProduct
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -17,7 +19,7 @@ class QuantizedLinear(torch.nn.Module):
     product is that of `weight` in floating point.
     """
 
-    dtype_name: ClassVar[str]
+    dtype_name: str
     """Its kind, as settings call it."""
 
     def __init__(
@@ -47,11 +49,16 @@ class QuantizedLinear(torch.nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return F.linear(x, self.weight.detach().to(x.dtype), bias)
-        rows = x.reshape(-1, self.in_features)
-        out = self.product(rows.float() if rows.element_size() < 4 else rows)
+        out = self.outputs(x)
         if self.bias is not None:
             out = out + self.bias
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return out.to(x.dtype)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] without the bias, in fp32 or wider."""
+        rows = x.reshape(-1, self.in_features)
+        out = self.product(rows.float() if rows.element_size() < 4 else rows)
+        return out.view(*x.shape[:-1], self.out_features)
 
     @property
     def weight(self) -> Tensor:
@@ -77,6 +84,46 @@ class QuantizedLinear(torch.nn.Module):
         raise UserError(
             f"a model in {self.dtype_name} can be neither saved nor trained: load it in float32"
         )
+
+
+class FusedPart(QuantizedLinear):
+    """A layer whose outputs are some of those of `whole`, which multiplies at once for all layers that read the same
+    tensor: one product of few rows with one large weight, whose input is rounded once."""
+
+    def __init__(self, whole: QuantizedLinear, start: int, outputs: int, bias: Tensor | None):
+        super().__init__(torch.Size((outputs, whole.in_features)), bias, None)
+        self.whole = whole
+        self.dtype_name = whole.dtype_name
+        self.start = start
+        self.fused: FusedProduct[FusedPart]
+        self.place: int
+
+    def outputs(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            part = self.fused.output(self.place, x)
+            if part is not None:
+                return part
+        return self.product(x)[..., self.start : self.start + self.out_features]
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N], the outputs of all layers one after the other."""
+        return self.whole.outputs(x)
+
+    def dequantized(self) -> Tensor:
+        return self.whole.dequantized()[self.start : self.start + self.out_features]
+
+
+def fused_parts(kind: type[QuantizedLinear], layers: Sequence[Any]) -> list[FusedPart]:
+    """Layers of this kind in place of several linear ones that read the same tensor."""
+    whole = kind.from_weight(torch.cat([layer.weight.detach() for layer in layers]), None)
+    parts: list[FusedPart] = []
+    for layer in layers:
+        start = sum(part.out_features for part in parts)
+        parts.append(FusedPart(whole, start, layer.out_features, layer.bias))
+    fused = FusedProduct(parts)
+    for place, part in enumerate(parts):
+        part.fused, part.place = fused, place
+    return parts
 
 
 def linear_layer(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:

@@ -2,8 +2,8 @@
 
 Both are rounded symmetrically to -127 … 127, so that a layer is a product of whole numbers, times the two scales, plus
 the bias. The sums are exact on every CPU, so that what a layer gives for a row does not depend on the other rows.
-Before they are rounded, inputs and weights are rotated in blocks of 64 by a Hadamard matrix, which leaves their product
-as it is and spreads the few inputs that are much larger than the rest over a block (QuaRot, Ashkboos et al. 2024,
+Before they are rounded, inputs and weights are rotated, 64 together, by a Hadamard matrix, which leaves their product
+as it is and spreads the few inputs that are much larger than the rest over 64 (QuaRot, Ashkboos et al. 2024,
 arXiv 2404.00456, rotates whole states instead, which drafts read). No text is needed for it, and no layer's name.
 On x86 with AVX512-VNNI or AMX the product is oneDNN's, which reads a quarter of the bytes of fp32 weights; elsewhere it
 is computed in fp32 pieces that are short enough to be exact, and saves memory alone.
@@ -26,9 +26,8 @@ ZERO_POINT = 128
 """oneDNN multiplies unsigned activations: 0 is 128 there."""
 ROTATED = 64
 """Inputs that are rotated together, or the largest power of 2 that divides their number."""
-FINE = 1 << 46
-"""Largest whole number of a row that is rotated: sums of ROTATED of them are exact in float64. In fp32 they would be so
-coarse that a last bit of the input changed the eight bits after it ten times as often."""
+CACHED = 1 << 17
+"""Numbers that are rotated at once."""
 EXACT_INPUTS = 1024
 """So many products of two numbers of eight bits have a sum below 2^24, which fp32 holds exactly in any order."""
 BLOCK = 1 << 20
@@ -40,31 +39,31 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(whole numbers [M, K] of -127 … 127, steps [M, 1]), both in the dtype of x [M, K], whose rows are their products
     but for rounding. A row with NaN or infinity has such a step."""
     steps = x.abs().amax(-1, keepdim=True).clamp_min(TINY) / LARGEST
-    return (x / steps).round(), steps
+    return (x / steps).round_(), steps
 
 
 # ---- rotation ----
 
 
-def hadamard(size: int) -> Tensor:
-    """[size, size] of 1 and -1 in float64, for a power of 2: symmetric, and its square is `size` times the identity."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
+def rotate(x: Tensor, block: int) -> Tensor:
+    """x [M, K], of which each `block` of inputs K / block apart, a power of 2, is multiplied by the Hadamard matrix of
+    that size -> [M, K]. Twice gives `block` times x.
 
-
-def rotate(x: Tensor, matrix: Tensor) -> Tensor:
-    """Each block of x [M, K] times a matrix [B, B] -> [M, K]."""
-    return (x.unflatten(-1, (-1, len(matrix))) @ matrix.to(x.dtype)).flatten(-2)
-
-
-def rotate_rows(x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [M, K], rotated, as whole numbers; the step [M, 1] of each row), in float64. Sums of whole numbers are exact
-    in any order, so that a row does not depend on the others here either."""
-    x = x.double()
-    steps = x.abs().amax(-1, keepdim=True).clamp_min(TINY) / FINE
-    return rotate((x / steps).round(), matrix), steps
+    Sums of two numbers in a fixed order: a row does not depend on the others, and eager and compiled code give the same
+    bits. Eager code takes as many rows at once as a core's cache holds.
+    """
+    x = x.clone()
+    inputs = x.shape[1]
+    rows = len(x) if torch.compiler.is_compiling() else max(1, CACHED // inputs)
+    for part in x.split(rows):
+        size = block
+        while size > 1:
+            a, b = part.view(len(part), -1, 2, inputs // size).unbind(2)
+            difference = a - b
+            a += b
+            b.copy_(difference)
+            size //= 2
+    return x
 
 
 # ---- products of whole numbers ----
@@ -143,7 +142,7 @@ class W8A8Linear(QuantizedLinear):
         after rotation. UserError where oneDNN may confuse weights."""
         super().__init__(values.shape, bias, embedding)
         check_cache()
-        self.rotation = hadamard(block) if block > 1 else None
+        self.block = block
         self.scale = torch.nn.Parameter(scale.detach().float(), requires_grad=False)
         self.zeros = torch.zeros(len(values), dtype=torch.int32)
         self.is_packed = has_int8_products()
@@ -159,32 +158,26 @@ class W8A8Linear(QuantizedLinear):
         values = torch.empty(weight.shape, dtype=torch.int8)
         scale = torch.empty(len(weight))
         block = math.gcd(weight.shape[1], ROTATED)
-        rotation = hadamard(block) / block  # the inverse of that of activations
         rows = max(1, BLOCK // weight.shape[1])
         for start in range(0, len(weight), rows):  # a whole LM head in fp32 is large
-            part = rotate(weight.detach()[start : start + rows].float(), rotation)
-            numbers, steps = quantize_rows(part)
+            part = rotate(weight.detach()[start : start + rows].float(), block)
+            numbers, steps = quantize_rows(part / block)
             values[start : start + rows], scale[start : start + rows] = numbers, steps[:, 0]
         return cls(values, scale, bias, embedding, block)
 
     def product(self, x: Tensor) -> Tensor:
-        if self.rotation is None:
-            numbers, steps = quantize_rows(x)
-        else:
-            whole, fine = rotate_rows(x, self.rotation)
-            numbers, steps = quantize_rows(whole)
-            steps = (steps * fine).to(x.dtype)
+        numbers, steps = quantize_rows(rotate(x, self.block))
         operation = torch.ops.draftsmith.int8_linear
         multiply = operation if torch.compiler.is_compiling() else int8_product
-        given = (numbers + ZERO_POINT).to(torch.uint8) if self.is_packed else numbers.float()
+        given = numbers.add_(ZERO_POINT).to(torch.uint8) if self.is_packed else numbers.float()
         sums = multiply(given, self.values, self.scale.float(), self.zeros)
-        return sums.to(x.dtype) * steps
+        return sums.to(x.dtype).mul_(steps)
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
         values = self.values.to_dense().T if self.is_packed else self.values
         weight = values.float() * self.scale.float()[:, None]
-        return weight if self.rotation is None else rotate(weight, self.rotation)
+        return rotate(weight, self.block)
 
 
 def check_cache() -> None:
