@@ -1,7 +1,9 @@
 """The interface between drafts and the engine."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,9 @@ class DraftContext:
     """The grammars of the rows: tokens are drawn among those that they allow. None: there are none."""
     extra: int = 0
     """Tokens beyond `k` that a round may commit: forced ones, which the engine adds behind chains."""
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Where rounds are compiled, what a draft that decides on the host compiles with, for what it asks another on the
+    device."""
 
 
 @dataclass(frozen=True)

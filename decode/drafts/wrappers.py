@@ -157,7 +157,8 @@ class TwoSourceDraft(DraftWrapper):
     is beyond the context of `inner`, does not ask it; its `skip` keeps its state. A row's random numbers are the same
     in both kinds of rounds, so that its text does not depend on the other rows.
 
-    The host decides in every round, so the draft's part is never compiled, and CUDA graphs are refused.
+    The host decides in every round, so CUDA graphs are refused, and of the draft's part only the chain of `inner` is
+    compiled.
     """
 
     def __init__(self, lookup: Draft, inner: Draft, vocab_size: int):
@@ -201,7 +202,7 @@ class TwoSourceDraft(DraftWrapper):
         if self.request.stop is not None:  # in other rows no chain is needed
             limit = self.request.stop.limit
             limit[:] = [0 if is_settled else n for is_settled, n in zip(rows, limit, strict=True)]
-        drafted = pad_chain(propose_within_context(self.inner, history, length, k), k)
+        drafted = pad_chain(self._ask(history, length, k), k)
         if any(rows):
             self.inner.on_replaced(k)
         tokens = torch.where(found[:, None], copied, drafted.tokens)
@@ -210,6 +211,14 @@ class TwoSourceDraft(DraftWrapper):
         certain = point_masses(copied, self.vocab_size)
         q = torch.where(found[:, None, None], certain, drafted.q)
         return Proposal(tokens, q, finite=drafted.finite)
+
+    def _ask(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        """What `inner` proposes."""
+        compile, inner = self.request.compile, self.inner
+        if compile is None or inner.on_host or self.request.stop is not None:
+            return propose_within_context(inner, history, length, k)
+        inner.plan_round(history, length, k)  # compiled code is of one number of tokens to read
+        return compile(propose_within_context)(inner, history, length, k)
 
     def parts(self) -> list[Draft]:
         return [self, *self.lookup.parts(), *self.inner.parts()]

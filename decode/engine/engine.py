@@ -30,7 +30,7 @@ from decode.engine.active_request import (
     check_tokens,
     warn_of_short_draft,
 )
-from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner
+from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner, compile_function
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
     MAX_FORCED,
@@ -308,6 +308,7 @@ class SpeculativeEngine:
         context = DraftContext(
             rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
+            compile=partial(compile_function, device_type=self.device.type) if self.mode in COMPILED else None,
         )  # fmt: skip
         constrained = None if self.constraint is None else context
         config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)

@@ -39,7 +39,7 @@ def served_gguf(s: EvalConfig) -> str:
 
 def input_paths(s: EvalConfig) -> list[str]:
     """What the run reads: folders and files, or names of other things."""
-    models = [s.target, s.original, *(m.draft for m in s.methods)]
+    models = [s.target, s.original, *(x for m in s.methods for x in (m.draft, m.gguf))]
     grammars = [s.constraint.json_schema, s.constraint.grammar]
     return [*models, s.llama_gguf, *grammars, *(task.path for task in s.tasks)]
 

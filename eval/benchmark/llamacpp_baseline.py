@@ -93,7 +93,7 @@ class LlamaCppEngine:
         if isinstance(method.draft, NgramDraft):
             return llama_server.ngram_options(method.draft.longest, method.k)
         own = next(m for m in self.s.methods if m.name == method.name)
-        family, file = _family(own.draft), Path(own.draft)
+        family, file = _family(own.draft), Path(own.gguf or own.draft)
         if file.suffix != ".gguf":
             file = self.folder / "draft.gguf"
             dtype = own.dtype or self.s.dtype

@@ -76,6 +76,9 @@ class MethodConfig:
     dtype: DtypeName = ""
     """Number type of the draft, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's.
     It changes what is drafted, never the output."""
+    gguf: str = ""
+    """compare llamacpp: the same draft as a GGUF file that llama.cpp serves, such as one in Q4_K_M; empty: `draft`, if
+    that is a GGUF file, else its weights in `dtype`, or in float32 where that has few bits."""
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
