@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from decode.common.errors import UserError, world_error
+from decode.common.memory import use_huge_pages
 from decode.common.secret_patterns import redact
 from decode.common.settings import parse_settings
 
@@ -49,6 +50,7 @@ def run_command(
     names = first.split()
     given = list(takewhile(lambda word: not word.startswith("-"), words))[: len(names)]
     words[: len(given)] = [f"--{name}={word}" for name, word in zip(names, given, strict=False)]
+    use_huge_pages()
     try:
         with stop_signals():
             main(parse_settings(settings, about or "", words))

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import platform
 
 
@@ -19,3 +20,12 @@ def keep_freed_memory() -> None:
     libc.mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: free memory at the end of the heap stays
     libc.mallopt(-2, 1 << 26)  # M_TOP_PAD: the heap grows by 64 MiB at least
+
+
+def use_huge_pages() -> None:
+    """Makes torch ask Linux for pages of 2 MiB for large tensors, unless the environment says otherwise.
+
+    Products of few rows read all weights: in eight bits at 55 to 59 GB/s instead of 39 (docs/log, 2026-11-26). torch
+    reads the variable at its first tensor, so this is called before torch is loaded.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -46,9 +46,8 @@ class DraftContext:
     """The grammars of the rows: tokens are drawn among those that they allow. None: there are none."""
     extra: int = 0
     """Tokens beyond `k` that a round may commit: forced ones, which the engine adds behind chains."""
-    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Where rounds are compiled, what a draft that decides on the host compiles with, for what it asks another on the
-    device."""
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Gives a function compiled, where rounds are: a draft that decides on the host asks another one by it."""
 
 
 @dataclass(frozen=True)

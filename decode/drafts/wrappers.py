@@ -214,11 +214,11 @@ class TwoSourceDraft(DraftWrapper):
 
     def _ask(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """What `inner` proposes."""
-        compile, inner = self.request.compile, self.inner
-        if compile is None or inner.on_host or self.request.stop is not None:
+        compiled, inner = self.request.compiled, self.inner
+        if compiled is None or inner.on_host or self.request.stop is not None:
             return propose_within_context(inner, history, length, k)
         inner.plan_round(history, length, k)  # compiled code is of one number of tokens to read
-        return compile(propose_within_context)(inner, history, length, k)
+        return compiled(propose_within_context)(inner, history, length, k)
 
     def parts(self) -> list[Draft]:
         return [self, *self.lookup.parts(), *self.inner.parts()]

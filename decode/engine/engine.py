@@ -308,7 +308,7 @@ class SpeculativeEngine:
         context = DraftContext(
             rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
-            compile=partial(compile_function, device_type=self.device.type) if self.mode in COMPILED else None,
+            compiled=partial(compile_function, device_type=self.device.type) if self.mode in COMPILED else None,
         )  # fmt: skip
         constrained = None if self.constraint is None else context
         config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)

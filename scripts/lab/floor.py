@@ -9,7 +9,8 @@ each weight and row. For each R the table has
   roofline: the larger of weights ÷ memory bandwidth and operations ÷ the highest rate that any product below reached
   product: the target's linear layers alone, one after the other, by the fastest of these kernels: linear
     (torch.nn.functional.linear), packed (decode/model/linear.py), on a CPU also int8 (weights in 8 bits,
-    torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor
+    torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor; with --dtype w8a8 the products of
+    whole numbers alone, without rotating and rounding their inputs
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
   first: seconds of the first request of R rows. With --mode compiled its code is made or, the second time, read from

@@ -26,6 +26,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack
 from decode.model.linear import PackedLinear
 from decode.model.loading import Target, load_target
+from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products, int8_product
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize
 from eval.metrics.bootstrap import MS_PER_SECOND
@@ -47,17 +48,28 @@ MOST_VERIFIED = 16
 """Rows up to which one text is verified; more rows are a batch of texts."""
 PLAIN = SamplingParams()
 Product = Callable[[Tensor], Tensor]
+Layer = nn.Linear | W8A8Linear
 
 
-def linear_layers(model: nn.Module) -> list[nn.Linear]:
+def linear_layers(model: nn.Module) -> list[Layer]:
     """The linear layers that a token passes, the LM head among them. UserError for a model without any."""
-    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    found = [module for module in model.modules() if isinstance(module, Layer)]
     if not found:
         raise UserError("the target has no linear layer of torch: its products cannot be timed")
     return found
 
 
-def int8_product(layer: nn.Linear) -> Product:
+def bytes_of(layer: Layer) -> int:
+    """Bytes of its weight that a product reads."""
+    each = 1 if isinstance(layer, W8A8Linear) else layer.weight.element_size()
+    return each * numbers_of(layer)
+
+
+def numbers_of(layer: Layer) -> int:
+    return layer.in_features * layer.out_features
+
+
+def rounded_weight_product(layer: nn.Linear) -> Product:
     """By weights rounded to 8 bits, one scale for each output."""
     weight = layer.weight.detach().float()
     scale = weight.abs().amax(1).clamp_min(1e-12) / 127
@@ -66,13 +78,19 @@ def int8_product(layer: nn.Linear) -> Product:
     return lambda x: torch._weight_int8pack_mm(x, rounded, scale)
 
 
-def kernels(device: torch.device) -> dict[str, Callable[[nn.Linear], Product]]:
-    """{name: how it multiplies by a layer}: torch's way, and on a CPU the decoder's and that by rounded weights."""
+def kernels(layer: Layer) -> dict[str, Callable[[Any], Product]]:
+    """{name: how it multiplies by layers like this one}: torch's way, and on a CPU the decoder's and that by rounded
+    weights. In W8A8 only that of whole numbers: rotating and rounding inputs is not in it."""
+    if isinstance(layer, W8A8Linear):
+        return {
+            "w8a8": lambda layer: lambda x: int8_product(x, layer.values, layer.scale, layer.zeros)
+        }
+    device = layer.weight.device
     linear = {"linear": lambda layer: lambda x: nn.functional.linear(x, layer.weight, layer.bias)}
     if device.type != "cpu":
         return linear
     packed = lambda layer: layer if isinstance(layer, PackedLinear) else PackedLinear(layer)  # noqa: E731
-    return {**linear, "packed": packed, "int8": int8_product}
+    return {**linear, "packed": packed, "int8": rounded_weight_product}
 
 
 def fastest_ms(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
@@ -89,30 +107,32 @@ def fastest_ms(work: Callable[[], Any], repeats: int, device: torch.device) -> f
 
 @torch.inference_mode()
 def time_products(
-    layers: Sequence[nn.Linear], rows: Sequence[int], repeats: int
+    layers: Sequence[Layer], rows: Sequence[int], repeats: int
 ) -> dict[str, list[float]]:
     """{kernel: milliseconds of one product with every layer, for each of these numbers of rows}."""
-    device = layers[0].weight.device
+    first = layers[0]
+    own = torch.uint8 if isinstance(first, W8A8Linear) else first.weight.dtype
+    device = next(first.parameters()).device
     found: dict[str, list[float]] = {}
-    widths = {layer.weight.shape[1] for layer in layers}
-    for name, kernel in kernels(device).items():
-        products = [(layer.weight.shape[1], kernel(layer)) for layer in layers]
-        dtype = torch.bfloat16 if name == "int8" else layers[0].weight.dtype
+    widths = {layer.in_features for layer in layers}
+    for name, kernel in kernels(first).items():
+        products = [(layer.in_features, kernel(layer)) for layer in layers]
+        dtype = torch.bfloat16 if name == "int8" else own
         found[name] = []
         for count in rows:
-            inputs = {w: torch.randn(count, w, device=device, dtype=dtype) for w in widths}
+            inputs = {w: torch.ones(count, w, device=device, dtype=dtype) for w in widths}
             multiply = lambda: [product(inputs[w]) for w, product in products]  # noqa: B023, E731
             found[name].append(fastest_ms(multiply, repeats, device))
     return found
 
 
-def floor_ms(layers: Sequence[nn.Linear], rows: int, repeats: int) -> float:
+def floor_ms(layers: Sequence[Layer], rows: int, repeats: int) -> float:
     """Milliseconds of the layers' products of `rows` rows by the fastest kernel that rounds no weights."""
     times = time_products(layers, [rows], repeats)
     return min(ms for name, (ms,) in times.items() if name != "int8")
 
 
-def body_layers(model: Any) -> list[nn.Linear]:
+def body_layers(model: Any) -> list[Layer]:
     """The linear layers of the model's layer stack: all but the LM head."""
     return linear_layers(layer_stack(model))
 
@@ -313,7 +333,7 @@ def measure_batches(
         body = body_layers(target.runner.model)
         tokens = s.samples * s.sample_tokens
         floor = floor_ms(body, tokens, 2)
-        rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
+        rate = 2 * tokens * sum(map(numbers_of, body)) / floor
         add("features", tokens, floor, extraction_ms(target, samples))
         flops = training_flops(target, samples)
         step = training_step(target, samples)
@@ -328,10 +348,14 @@ def measure_floor(s: FloorConfig) -> None:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
     target = load_target(s.target, s.device, s.dtype, s.revision)
+    if s.dtype == "w8a8" and not has_int8_products():
+        raise UserError(
+            "dtype w8a8 has a floor where the CPU has products of eight bits (AVX512-VNNI or AMX) alone"
+        )
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     layers = linear_layers(target.runner.model)
-    weights = sum(layer.weight.numel() for layer in layers)
-    weight_bytes = sum(layer.weight.nbytes for layer in layers)
+    weights = sum(map(numbers_of, layers))
+    weight_bytes = sum(map(bytes_of, layers))
     if s.split_kv:
         attention.use_split_kv(True)
     SpeculativeEngine(target, mode=s.mode)  # UserError here rather than after the first cell

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
+from decode.model.quantized.w8a8 import ZERO_POINT, W8A8Linear, has_int8_products
 from eval.settings.evaluation import Task
 from scripts.lab import floor, floor_work
 from scripts.lab.settings import FloorConfig
@@ -23,10 +24,20 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
     dtype = torch.bfloat16 if name == "int8" else torch.float32
     x = torch.randn(rows, 64, dtype=dtype)
     wanted = x.float() @ layer.weight.T
-    found = floor_work.kernels(torch.device("cpu"))[name](layer)(x).float()
+    found = floor_work.kernels(layer)[name](layer)(x).float()
     assert found.shape == (rows, 96)
     error = (found - wanted).norm() / wanted.norm()
     assert error < (0.02 if name == "int8" else 1e-5)
+
+
+@pytest.mark.skipif(not has_int8_products(), reason="this CPU has no products of eight bits")
+@torch.inference_mode()
+def test_whole_numbers_are_multiplied_by_the_layer() -> None:
+    """Catches another zero point, and bytes of float weights."""
+    layer = W8A8Linear.from_weight(torch.randn(96, 64), None)
+    multiply = floor_work.kernels(layer)["w8a8"](layer)
+    assert not multiply(torch.full((3, 64), ZERO_POINT, dtype=torch.uint8)).any()
+    assert floor_work.bytes_of(layer) == 96 * 64
 
 
 def test_layers_are_the_models_own() -> None:

@@ -53,6 +53,8 @@ def quantize_model(
         restore_layers(model, stored, what)
         return
     for layer in layer_stack(model):
+        for part in list(layer.modules()):
+            fuse_layers(part, KINDS[dtype])
         quantize_network(layer, dtype)
     replace_head(model, KINDS[dtype])
 
@@ -75,8 +77,6 @@ def quantize_network(network: nn.Module, dtype: str) -> None:
     device = next(network.parameters()).device
     if device.type != "cpu":
         raise UserError(f"dtype {dtype} of this draft is for a CPU: choose another one on {device}")
-    for part in list(network.modules()):
-        fuse_layers(part, KINDS[dtype])
     for name in [
         name for name, part in network.named_modules() if type(part) in (nn.Linear, Conv1D)
     ]:
@@ -90,10 +90,10 @@ def fuse_layers(module: nn.Module, kind: type[QuantizedLinear]) -> None:
     children = dict(module.named_children())
     for names in SAME_INPUT:
         layers = [child for name in names if type(child := children.get(name)) is nn.Linear]
-        if len(layers) == len(names) and fits(layers[0].weight, kind):
-            if len({layer.in_features for layer in layers}) == 1:
-                for name, part in zip(names, fused_parts(kind, layers), strict=True):
-                    setattr(module, name, part)
+        alike = len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1
+        if alike and fits(layers[0].weight, kind):
+            for name, part in zip(names, fused_parts(kind, layers), strict=True):
+                setattr(module, name, part)
 
 
 def replace_head(model: Any, kind: type[QuantizedLinear]) -> None:

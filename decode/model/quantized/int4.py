@@ -1,9 +1,9 @@
 """Weights of four bits, for drafts on a CPU: a scale and a zero point for each 32 inputs of an output.
 
-A draft's step of one or two rows reads half the bytes of W8A8 and computes in bf16, in half its time; what it drafts is
-verified, so that the output does not depend on it. A target would be another model: four bits by plain rounding cost too
-much of it. More rows, as those of a prompt, take up to three times as long as in W8A8: where the CPU has products of
-eight bits, a layer has its weight in these as well.
+A draft's step of one or two rows reads half the bytes of W8A8 and computes in bf16, in half its time; what it drafts
+is verified, so that the output does not depend on it. A target would be another model: four bits by plain rounding cost
+too much of it. More rows, as those of a prompt, take up to three times as long as in W8A8: where the CPU has products
+of eight bits, a layer has its weight in these as well.
 """
 
 import torch

@@ -54,6 +54,19 @@ def test_main_gets_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [Settings(steps=3), Settings(target="x")]
 
 
+@pytest.mark.parametrize(("own", "wanted"), [(None, "1"), ("0", "0")])
+def test_large_tensors_are_in_huge_pages(
+    own: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a variable that is set after torch was loaded for `main`, and one that overrides the user's."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", own or "")
+    if own is None:
+        monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    seen: list[str] = []
+    run_command(lambda _: seen.append(os.environ["THP_MEM_ALLOC_ENABLE"]), Settings, None, argv=[])
+    assert seen == [wanted]
+
+
 @pytest.mark.parametrize(
     "number",
     [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG],

@@ -72,7 +72,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         )
 
     torch._dynamo.reset()
-    monkeypatch.setattr(rounds, "compile_function", fast)
+    for module in (rounds, engines):
+        monkeypatch.setattr(module, "compile_function", fast)
     return made
 
 

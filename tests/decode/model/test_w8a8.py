@@ -22,9 +22,9 @@ from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
 from decode.model.inductor_linear import register_lowerings
 from decode.model.loading import Target, load_model, load_target, place_network
-from decode.model.quantized import w8a8
+from decode.model.quantized import int4, w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
-from decode.model.quantized.int4 import Int4Linear, quantize_groups
+from decode.model.quantized.int4 import FEW_ROWS, Int4Linear, quantize_groups
 from decode.model.quantized.layers import QuantizedLinear
 from decode.model.quantized.w8a8 import (
     UNSAFE_CACHE,
@@ -260,10 +260,24 @@ def test_four_bits_multiply_by_what_they_stand_for(outputs: int) -> None:
     plain = (numbers - 8) * scales + zeros
     assert ((plain - weight).abs() <= 0.6 * scales).all()
     layer = Int4Linear.from_weight(weight, bias)
-    for rows in (x[:1], x):
+    for rows in (x[:1], x[:FEW_ROWS]):
         wanted = rows.bfloat16().float() @ plain.T + bias
         torch.testing.assert_close(layer(rows), wanted, atol=0.1, rtol=0.01)
     torch.testing.assert_close(layer.weight, plain, atol=0.01, rtol=0.01)
+
+
+@needs_onednn
+def test_more_rows_are_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: prompts in four bits where eight are faster, or single rows in eight; a weight in eight bits for nothing."""
+    weight, x = torch.randn(16, 96), torch.randn(FEW_ROWS + 1, 96)
+    four: dict[bool, Int4Linear] = {}
+    for has in (False, True):
+        monkeypatch.setattr(int4, "has_int8_products", lambda has=has: has)
+        four[has] = Int4Linear.from_weight(weight, None)
+    assert four[False].eight_bits is None
+    assert torch.equal(four[True](x[:FEW_ROWS]), four[False](x[:FEW_ROWS]))
+    assert torch.equal(four[True](x), W8A8Linear.from_weight(weight, None)(x))
+    torch.testing.assert_close(four[True].weight, four[False].weight)
 
 
 # ---- models ----
