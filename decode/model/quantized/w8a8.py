@@ -58,7 +58,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
     for part in x.split(rows):
         size = block
         while size > 1:
-            a, b = part.view(len(part), -1, 2, inputs // size).unbind(2)
+            a, b = part.view(len(part), size // 2, 2, inputs // size).unbind(2)
             difference = a - b
             a += b
             b.copy_(difference)

@@ -220,6 +220,7 @@ def test_a_row_does_not_depend_on_others(size: tuple[int, int]) -> None:
         for rows in range(1, 65):
             assert torch.equal(layer(x[:rows]), alone[:rows])
         assert torch.equal(layer(x.view(4, 16, -1)).view(64, -1), alone)
+        assert layer(x[:0]).shape == (0, size[0])  # a teacher may be asked for no position
 
 
 def test_rows_that_hold_no_numbers_stay_apart() -> None:
