@@ -31,6 +31,7 @@ class HasProduct(Protocol):
 
 
 L = TypeVar("L", bound=HasProduct)
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 class FusedProduct(Generic[L]):
@@ -340,11 +341,25 @@ def patch_linear_layers(model: Any, recurse: bool = True) -> None:
 
 def fuse_products(module: torch.nn.Module) -> None:
     """Lets children of `module` that have the names of SAME_INPUT share a product."""
+    for layers in layers_of_one_input(module, PackedLinear):
+        new = any(layer.fused is None for layer in layers.values())
+        if new and len({layer.weight.dtype for layer in layers.values()}) == 1:
+            share_product(list(layers.values()))
+
+
+def layers_of_one_input(module: torch.nn.Module, kind: type[M]) -> list[dict[str, M]]:
+    """{name: child} of each group of SAME_INPUT that `module` has whole, all of this very class."""
     children = dict(module.named_children())
+    groups = []
     for names in SAME_INPUT:
-        layers = [child for name in names if type(child := children.get(name)) is PackedLinear]
-        new = any(layer.fused is None for layer in layers)
-        if new and len(layers) == len(names) and len({x.weight.dtype for x in layers}) == 1:
-            fused = FusedProduct(layers)
-            for place, layer in enumerate(layers):
-                layer.fused, layer.place = fused, place
+        found = {name: child for name in names if type(child := children.get(name)) is kind}
+        if len(found) == len(names):
+            groups.append(found)
+    return groups
+
+
+def share_product(layers: Sequence[Any]) -> None:
+    """Gives the layers one FusedProduct, and each its place in it."""
+    fused = FusedProduct(layers)
+    for place, layer in enumerate(layers):
+        layer.fused, layer.place = fused, place

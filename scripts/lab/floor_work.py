@@ -347,11 +347,11 @@ def measure_floor(s: FloorConfig) -> None:
     if not s.rows:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
-    target = load_target(s.target, s.device, s.dtype, s.revision)
     if s.dtype == "w8a8" and not has_int8_products():
         raise UserError(
             "dtype w8a8 has a floor where the CPU has products of eight bits (AVX512-VNNI or AMX) alone"
         )
+    target = load_target(s.target, s.device, s.dtype, s.revision)
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     layers = linear_layers(target.runner.model)
     weights = sum(map(numbers_of, layers))

@@ -16,7 +16,7 @@ from decode.common.errors import UserError
 from decode.model.formats import tied_heads
 from decode.model.formats.quantized import quantize_linear_layers
 from decode.model.layer_stack import decoder_config, layer_stack
-from decode.model.linear import SAME_INPUT
+from decode.model.linear import layers_of_one_input
 from decode.model.quantized.int4 import GROUP, Int4Linear
 from decode.model.quantized.layers import QuantizedLinear, fused_parts
 from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products
@@ -86,13 +86,11 @@ def quantize_network(network: nn.Module, dtype: str) -> None:
 
 
 def fuse_layers(module: nn.Module, kind: type[QuantizedLinear]) -> None:
-    """Replaces children of `module` that have the names of SAME_INPUT by parts of one product."""
-    children = dict(module.named_children())
-    for names in SAME_INPUT:
-        layers = [child for name in names if type(child := children.get(name)) is nn.Linear]
-        alike = len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1
-        if alike and fits(layers[0].weight, kind):
-            for name, part in zip(names, fused_parts(kind, layers), strict=True):
+    """Replaces children of `module` that read the same tensor by parts of one product."""
+    for layers in layers_of_one_input(module, nn.Linear):
+        given = list(layers.values())
+        if len({layer.in_features for layer in given}) == 1 and fits(given[0].weight, kind):
+            for name, part in zip(layers, fused_parts(kind, given), strict=True):
                 setattr(module, name, part)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.model.linear import FusedProduct
+from decode.model.linear import FusedProduct, share_product
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -120,9 +120,7 @@ def fused_parts(kind: type[QuantizedLinear], layers: Sequence[Any]) -> list[Fuse
     for layer in layers:
         start = sum(part.out_features for part in parts)
         parts.append(FusedPart(whole, start, layer.out_features, layer.bias))
-    fused = FusedProduct(parts)
-    for place, part in enumerate(parts):
-        part.fused, part.place = fused, place
+    share_product(parts)
     return parts
 
 

@@ -11,7 +11,7 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.model.quantized.conversion import KINDS, quantize_model
-from decode.model.quantized.layers import FusedPart, QuantizedLinear
+from decode.model.quantized.layers import QuantizedLinear
 from decode.model.runner import ModelRunner
 from tests.blocks import LENGTH, PROMPTS, K
 from tests.decode.drafts import test_dflash, test_mtp
@@ -31,7 +31,7 @@ def assert_drafts_in(dtype: str, draft: Any, target: Target) -> None:
     named = draft.net.named_modules()
     parts = [part for name, part in named if not name.endswith("eight_bits")]
     kinds = {type(part) for part in parts if isinstance(part, QuantizedLinear)}
-    assert kinds - {FusedPart} == {KINDS[dtype]}
+    assert kinds == {KINDS[dtype]}
     assert all(part.in_features % 32 for part in parts if type(part) is torch.nn.Linear)
     settings: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
     plain = texts(decode(target, None, PROMPTS, **settings))

@@ -143,6 +143,20 @@ def test_the_context_ends_the_answer_of_both(target: Target, tmp_path: Path) -> 
     assert f"-c {target.runner.context}" in " ".join(starts(tmp_path)[0])
 
 
+def test_a_draft_s_own_file_is_served(target: Target, tmp_path: Path) -> None:
+    """Catches a draft that llama.cpp gets in float32 although the method names its file in few bits."""
+    file = tmp_path / "d.gguf"
+    file.write_bytes(b"GGUF")
+    causal = MethodConfig("causal", draft=str(ROOT / "assets/draft"), k=5, gguf=str(file))
+    s = asked(tmp_path, [causal])
+    (method,) = build_methods(s, target)
+    with ExitStack() as block:
+        served = target_file(s, block), 20, block
+        engine = LlamaCppEngine(s, target, method, SamplingParams(), *served)
+        engine.answer(TaskPrompt("t", "a", [17]))
+    assert str(file) in starts(tmp_path)[0]
+
+
 def test_a_file_that_is_given_is_served(target: Target, tmp_path: Path) -> None:
     """Catches weights that are written anew beside the quantized file whose speed was asked for."""
     (tmp_path / "t.gguf").write_bytes(b"GGUF")
