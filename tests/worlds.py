@@ -234,8 +234,10 @@ class Fork:
         os.killpg(self.process.pid, number)
 
     def send(self, number: int) -> None:
+        """Sends the signal, unless it has ended: one of two ranks does so when the other is killed."""
         assert self.process.pid is not None  # 0 would be everybody
-        os.kill(self.process.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     def wait(self) -> int:
         """Its exit code."""

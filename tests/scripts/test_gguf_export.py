@@ -55,6 +55,11 @@ def logits(model: Any) -> torch.Tensor:
         return model(ids).logits
 
 
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the last bits, which depend on where in memory a file's weights lie."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
@@ -70,7 +75,7 @@ def test_what_is_read_again_is_the_model(
     path = save(tmp_path / "model", arch, **changes)
     original = load_target(path, "cpu")
     target = read_back(path, tmp_path / "model.gguf")
-    assert torch.equal(logits(target.runner.model), logits(original.runner.model))
+    assert_same(logits(target.runner.model), logits(original.runner.model))
     assert target.fingerprint == original.fingerprint
     assert target.tokenizer.chat_template == TEMPLATE
     assert target.eos == original.eos
@@ -121,7 +126,8 @@ def test_a_head_that_is_the_embedding_is_written_once(tmp_path: Path) -> None:
     original = load_model(str(path), "target", "cpu", "float32")
     model = read_back(str(path), tmp_path / "model.gguf").runner.model
     assert model.config.tie_word_embeddings
-    assert torch.equal(logits(model), logits(original))
+    assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    assert_same(logits(model), logits(original))
 
 
 def test_rows_in_transformers_order_are_seen(
@@ -167,7 +173,7 @@ def test_llamacpp_drafts_trained_tokens_alone(
     assert got.shape[-1] == 4100
     assert torch.isin(got.argmax(-1), ids).all()
     if dtype == "float32":
-        assert torch.equal(got[..., ids], own[..., ids])
+        assert_same(got[..., ids], own[..., ids])
 
 
 @pytest.mark.parametrize(
@@ -211,4 +217,4 @@ def test_the_command_writes_a_model_that_loads(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.gguf"]
     model = load_model(str(tmp_path / "out"), "draft", "cpu", "float32")
     bundled = load_model(str(ROOT / "assets/draft"), "draft", "cpu", "float32")
-    assert torch.equal(logits(model), logits(bundled))
+    assert_same(logits(model), logits(bundled))
