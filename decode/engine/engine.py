@@ -57,6 +57,9 @@ from decode.verification.sampling import (
 
 BUCKET = 128
 """KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
+BUCKET_OF_ONE = 512
+"""The same for one row: keys that the CPU's attention kernel reads at once. Results are the same bits for all multiples,
+so that plain and speculative decoding of a text agree although one of them has grown its buffers."""
 MODES = ("eager", "captured", "compiled", "graph")
 """Names for the `mode` of an engine."""
 COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")
@@ -217,9 +220,9 @@ class SpeculativeEngine:
         self.constraint = None
         if matchers is not None:
             self.constraint = RowConstraints(rows, target.runner.vocab_size, target.eos)
-        size = slots = self.num_slots(begin, max_new_tokens)
+        size = slots = self.num_slots(begin, max_new_tokens, rows)
         if self.grows:
-            slots = self.slots_of_prompts(prompts[:rows])
+            slots = self.slots_of_prompts(prompts[:rows], rows)
         state, config = self._prepare_batch(rows, size, slots, choose, extra)
         rounds_ahead = 0 if phases is not None or matchers is not None else self.rounds_ahead
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
@@ -267,21 +270,21 @@ class SpeculativeEngine:
                     phases.rounds += 1
                 yield from records
 
-    def num_slots(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Tokens a row that `speculate` begins with room for with these prompts, the first ones in mode eager.
+    def num_slots(self, prompts: list[list[int]], max_new_tokens: int, rows: int) -> int:
+        """Tokens that each of `rows` rows begins with room for with these prompts, the first ones in mode eager.
 
         In other modes it is the longest row's limit, because compiled code is of one size.
         """
         if self.mode == "eager":
-            return self.slots_of_prompts(prompts)
+            return self.slots_of_prompts(prompts, rows)
         limit = min(max(map(len, prompts)) + max_new_tokens, self.target.runner.context)
         size = limit + self.spare_slots()
         # A power of two: few different shapes, so that few are compiled.
-        return max(BUCKET, 1 << (size - 1).bit_length())
+        return max(_bucket(rows), 1 << (size - 1).bit_length())
 
-    def slots_of_prompts(self, prompts: list[list[int]]) -> int:
+    def slots_of_prompts(self, prompts: list[list[int]], rows: int) -> int:
         """Slots a row of KV buffers that grow, for these prompts and a round."""
-        return _round_up_to_bucket(max(map(len, prompts)) + self.spare_slots())
+        return _round_up_to_bucket(max(map(len, prompts)) + self.spare_slots(), rows)
 
     def spare_slots(self) -> int:
         """Slots beyond a row's tokens that rounds may write: rows that are done still draft."""
@@ -413,7 +416,7 @@ class SpeculativeEngine:
     @torch.inference_mode()
     def _provide_slots(self, state: BatchState, count: int) -> None:
         """Enlarges all buffers to `count` slots a row where they have fewer; eager forwards attend to no more."""
-        size = _round_up_to_bucket(count)
+        size = _round_up_to_bucket(count, len(state.length))
         if size > state.history.shape[1]:
             self.batch_shape = None  # if `reserve` fails, the next request begins with new buffers
             state.reserve(size)
@@ -528,5 +531,9 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return [id(x) for x in one] == [id(x) for x in other]
 
 
-def _round_up_to_bucket(size: int) -> int:
-    return -(-size // BUCKET) * BUCKET
+def _bucket(rows: int) -> int:
+    return BUCKET_OF_ONE if rows == 1 else BUCKET
+
+
+def _round_up_to_bucket(size: int, rows: int) -> int:
+    return -(-size // _bucket(rows)) * _bucket(rows)

@@ -20,7 +20,7 @@ def one_batch_per_shape(
     """Of the batches, each decoded at once, the first of each shape (rows, slots a row)."""
     shapes: dict[tuple[int, int], list[list[int]]] = {}
     for prompts in batches:
-        shape = len(prompts), engine.num_slots(prompts, max_new_tokens)
+        shape = len(prompts), engine.num_slots(prompts, max_new_tokens, len(prompts))
         shapes.setdefault(shape, prompts)
     return list(shapes.values())
 

@@ -61,6 +61,11 @@ class AttentionSettings:
 LONG_CPU_KEYS = 512
 """Slots of all rows together from which two products of 16-bit numbers are faster than fused attention on a CPU."""
 
+CPU_QUERY_BLOCK = 32
+CPU_QUERIES = 4
+"""Queries in a block of torch's fused attention on a CPU, a divisor of the number, and how few of them are multiplied
+as many are."""
+
 DENSE_VALUES = 1 << 24
 """Values of the largest mask of training that method "auto" has in memory at once."""
 METHODS = ("auto", "dense", "blockwise", "flex")
@@ -283,7 +288,7 @@ def _masked_attention(
         # Of a part of the buffers' slots the product takes up to 8 times as long.
         key = key.contiguous()
     elif softcap is None and s_aux is None:
-        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+        return _fused_attention(packed, key, value, mask, scaling)
     rows, kv_heads, queries, width = packed.shape
     scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
     if softcap is not None:
@@ -295,6 +300,23 @@ def _masked_attention(
         sink = sink.repeat_interleave(count, 2).expand(rows, -1, -1, -1)
         scores = torch.cat([scores, sink], -1)
     return torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _fused_attention(
+    packed: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """torch's fused attention. On a CPU a query's result is the same bits however many queries there are.
+
+    Its kernel takes queries in blocks, and the last block's products are other ones if it has one to three: W8A8 makes
+    a rounding of another value of such a bit, and a text another one than that of plain decoding.
+    """
+    queries = packed.shape[2]
+    over = queries % CPU_QUERY_BLOCK
+    if key.device.type == "cpu" and 0 < over < CPU_QUERIES:
+        rows = (0, 0, 0, CPU_QUERIES - over)
+        packed, mask = F.pad(packed, rows), F.pad(mask, rows, value=True)
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return out[:, :, :queries]
 
 
 def _products_are_faster(key: Tensor) -> bool:

@@ -73,7 +73,7 @@ def run_on_fake_gpu(
         engine = SpeculativeEngine(
             target, draft, k=k, sampling=sampling, rule=rule, mode="captured"
         )
-        size = engine.num_slots(prompts, 64)
+        size = engine.num_slots(prompts, 64, rows)
         state, config = engine._prepare_batch(rows, size, size, None, 0)
         engine._prefill_prompts(state, prompts, new, list(range(rows)), None, None)
         for _ in range(rounds):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import attention
+from decode.model.quantized.w8a8 import has_int8_products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -35,6 +36,25 @@ def test_products_give_what_the_fused_kernel_gives(
     # scores and weights are rounded once to 16 bits, which the fused kernel keeps in fp32
     assert 0 < errors["products"] < 8 * torch.finfo(dtype).eps
     assert errors["products"] < 8 * errors["fused"]
+
+
+@pytest.mark.skipif(not has_int8_products(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it")
+@pytest.mark.parametrize("width", [64, 128])
+@torch.inference_mode()
+def test_a_query_s_bits_do_not_depend_on_the_others(width: int) -> None:
+    """Catches texts in W8A8 that leave plain decoding's: a last bit makes a rounding of another value. 1 to 70 queries, and
+    buffers of 512 slots that have grown."""
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(1, 2, 70, width), torch.randn(2, 1, 2, 1536, width)
+    for filled in (200, 500):
+        mask = (torch.arange(1536) < filled).expand(1, 1, 70, -1)
+        wanted = attention._masked_attention(query, key, value, mask, None, None, None)
+        for count in range(1, 71):
+            slots = 512 * (1 + count % 3)
+            some = [x[:, :, :slots] for x in (key, value)]
+            allow = mask[:, :, :count, :slots]
+            found = attention._masked_attention(query[:, :, :count], *some, allow, None, None, None)
+            assert torch.equal(found, wanted[:, :, :count]), (filled, count)
 
 
 class KeysOfProducts(TorchDispatchMode):

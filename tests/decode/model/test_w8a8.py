@@ -16,6 +16,7 @@ from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import load_draft, pick_draft
+from decode.engine.compiled import COMPILE_OPTIONS, compile_function
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.model.formats import tied_heads
@@ -501,6 +502,39 @@ def test_compiled_rounds_say_the_same() -> None:
     engine = SpeculativeEngine(target, draft, k=3, mode="compiled")
     records = list(engine.speculate(PROMPTS, max_new_tokens=16))
     assert texts(collect_outputs(PROMPTS, records)) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_int8_products(), reason="known of CPUs with AVX512-VNNI")
+@torch.inference_mode()
+def test_a_step_s_bits_do_not_depend_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a verified row that is another than plain decoding's by a last bit, of which a rounding makes a token: sums
+    of one row that compiled code splits over threads. The model is wide enough for inductor to want that."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12}
+    runner = ModelRunner(w8a8_model("llama", std=0.02, num_key_value_heads=2, **shape))
+    ids = torch.randint(2, 50, (1, 40))
+
+    def step(runner: ModelRunner, tokens: Tensor, base: Tensor) -> Tensor:
+        return runner.step(tokens, base)
+
+    def differs() -> bool:
+        compile_function.cache_clear()
+        run = compile_function(step, "cpu")
+        one = [run(runner, ids[:, i : i + 1], torch.tensor([i])).clone() for i in range(30, 39)]
+        found = [run(runner, ids[:, 30 : 30 + n], torch.tensor([30])) for n in (4, 9)]
+        return any(not torch.equal(rows, torch.cat(one[: rows.shape[1]], 1)) for rows in found)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runner.allocate(1, 512)
+        runner.prefill(ids[:, :30], torch.tensor([30]))
+        assert not differs()
+        monkeypatch.delitem(COMPILE_OPTIONS["cpu"], "cpp.min_chunk_size")
+        assert differs()  # else the test is blind
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ---- refusals ----
