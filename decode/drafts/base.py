@@ -205,6 +205,11 @@ class Draft:
         """
         return k
 
+    def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
+        """Runs before a `propose` that is compiled while the round is not: the numbers on the host that it reads become
+        ones of few, since there is compiled code for each."""
+        self.plan_round(history, length, k)
+
     def parts(self) -> list["Draft"]:
         """The drafts whose tensors a round uses: this one and those inside it."""
         return [self]

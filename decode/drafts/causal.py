@@ -95,6 +95,8 @@ class RecurrentDraft(LanguageModelDraft):
 
 MAX_UNREAD = 64
 """Tokens of skipped rounds after which a draft reads them although no proposal is asked for."""
+LATE = 14
+"""Tokens of skipped rounds that compiled code reads together with the usual two; it exists for none and for these."""
 
 
 class CausalDraft(LanguageModelDraft):
@@ -138,6 +140,14 @@ class CausalDraft(LanguageModelDraft):
         if self.unread > 0:
             self._read_committed(history, length, k)
         return k
+
+    def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
+        """An eager pass takes several times as long as compiled code, which reads LATE tokens more where that is
+        enough, some of them again."""
+        if 0 < self.unread <= LATE and int(length.min()) > LATE + 2:
+            self.unread = LATE
+        else:
+            self.plan_round(history, length, k)
 
     def on_replaced(self, k: int) -> None:
         """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""

@@ -72,6 +72,9 @@ class DraftWrapper(Draft):
     def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
         return self.inner.plan_round(history, length, k)
 
+    def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
+        self.inner.plan_compiled_round(history, length, k)
+
     def parts(self) -> list[Draft]:
         return [self, *self.inner.parts()]
 
@@ -217,7 +220,7 @@ class TwoSourceDraft(DraftWrapper):
         compiled, inner = self.request.compiled, self.inner
         if compiled is None or inner.on_host or self.request.stop is not None:
             return propose_within_context(inner, history, length, k)
-        inner.plan_round(history, length, k)  # compiled code is of one number of tokens to read
+        inner.plan_compiled_round(history, length, k)
         return compiled(propose_within_context)(inner, history, length, k)
 
     def parts(self) -> list[Draft]:

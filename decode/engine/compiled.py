@@ -17,8 +17,8 @@ from torch import Tensor
 
 COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # Checks of shapes before each kernel take a tenth of a small model's round.
-    # The sums of one row are not split over threads where those of several rows are not: W8A8 makes a rounding of another
-    # value of their last bits.
+    # The sums of one row are not split over threads where those of several rows are not: W8A8 makes a rounding of
+    # another value of their last bits.
     "cpu": {"size_asserts": False, "alignment_asserts": False, "cpp.min_chunk_size": 1 << 14},
     # decode/engine/compiled.py captures CUDA graphs, of a whole round each.
     "cuda": {"max_autotune": True, "triton.cudagraphs": False},

@@ -58,8 +58,8 @@ from decode.verification.sampling import (
 BUCKET = 128
 """KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
 BUCKET_OF_ONE = 512
-"""The same for one row: keys that the CPU's attention kernel reads at once. Results are the same bits for all multiples,
-so that plain and speculative decoding of a text agree although one of them has grown its buffers."""
+"""The same for one row: keys that the CPU's attention kernel reads at once. Results are the same bits for all
+multiples, so that plain and speculative decoding of a text agree although one of them has grown its buffers."""
 MODES = ("eager", "captured", "compiled", "graph")
 """Names for the `mode` of an engine."""
 COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")

@@ -7,7 +7,7 @@ from itertools import islice
 from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
-from decode.drafts.wrappers import DraftWrapper
+from decode.drafts.wrappers import DraftWrapper, TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.verification.rules import NO_DRAFT
 
@@ -54,9 +54,16 @@ class ForcedDraft(DraftWrapper):
         super().__init__(inner)
         self.on_host = True
         self.drafts = drafts
+        self.proposals: list[Proposal] = []
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
-        proposal = self.inner.propose(history, length, k)
+        if len(self.proposals) == 1 and isinstance(self.inner, TwoSourceDraft):
+            # As in a round of copied tokens: the next one has code of its own, which reads them.
+            self.inner.skip(history, length, k)
+            proposal = self.proposals[0]
+        else:
+            proposal = self.inner.propose(history, length, k)
+        self.proposals.append(proposal)
         tokens = (
             proposal.tokens.clamp_min(0) if self.drafts else proposal.tokens.clamp_max(NO_DRAFT)
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,15 +196,24 @@ WORK = tiny_prompts(7, 1, 3, 21, 2)
 TIGHT, SHORT = 1e-8, 30
 
 
-def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) -> float:
+def largest_difference(
+    name: str, rows: int, unread: int = causal.MAX_UNREAD, late: int | None = None
+) -> float:
     """How far logits after copied tokens are from those that the text gives. Those are the logits of plain forward
     passes over the whole text; of heads, whose proposals do not depend on what they drafted before
-    (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round."""
+    (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round. With `late` the draft
+    reads as in compiled code, which has so many tokens of skipped rounds."""
     own = tiny_target(tiny_model("llama", dtype=torch.float64))
     lookup = Script(decode(own, None, WORK, max_new_tokens=SHORT))
     watched, control = (Watched(model_draft(name, own), never) for never in (False, True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal, "MAX_UNREAD", unread)
+        if late is not None:
+            patch.setattr(causal, "LATE", late)
+            begin, as_it_is = TwoSourceDraft.begin_batch, {"compiled": lambda function: function}
+            patch.setattr(
+                TwoSourceDraft, "begin_batch", lambda self, r: begin(self, replace(r, **as_it_is))
+            )
         for each in (watched, control):
             draft = TwoSourceDraft(lookup, each, VOCAB)
             outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=SHORT)
@@ -235,6 +245,21 @@ def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
 def test_a_long_skip_is_read_in_parts() -> None:
     """Catches tokens lost where the small LM reads in a round that does not ask it."""
     assert largest_difference("causal", 2, unread=5) < TIGHT
+
+
+@pytest.mark.parametrize(("rows", "late"), [(2, 8), (1, 14)])
+def test_compiled_code_reads_what_was_skipped(rows: int, late: int) -> None:
+    """Catches tokens before those of skipped rounds that are read at other positions."""
+    read, plain = [], causal.CausalDraft._read_committed
+
+    def watched(self: CausalDraft, history: Tensor, length: Tensor, k: int) -> Tensor:
+        read.append(self.unread)
+        return plain(self, history, length, k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalDraft, "_read_committed", watched)
+        assert largest_difference("causal", rows, late=late) < TIGHT
+    assert late in read
 
 
 @pytest.mark.parametrize(

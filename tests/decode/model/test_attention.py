@@ -38,12 +38,14 @@ def test_products_give_what_the_fused_kernel_gives(
     assert errors["products"] < 8 * errors["fused"]
 
 
-@pytest.mark.skipif(not has_int8_products(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it")
+@pytest.mark.skipif(
+    not has_int8_products(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it"
+)
 @pytest.mark.parametrize("width", [64, 128])
 @torch.inference_mode()
 def test_a_query_s_bits_do_not_depend_on_the_others(width: int) -> None:
-    """Catches texts in W8A8 that leave plain decoding's: a last bit makes a rounding of another value. 1 to 70 queries, and
-    buffers of 512 slots that have grown."""
+    """Catches texts in W8A8 that leave plain decoding's: a last bit makes a rounding of another value. 1 to 70
+    queries, and buffers of 512 slots that have grown."""
     torch.manual_seed(0)
     query, (key, value) = torch.randn(1, 2, 70, width), torch.randn(2, 1, 2, 1536, width)
     for filled in (200, 500):

@@ -508,8 +508,8 @@ def test_compiled_rounds_say_the_same() -> None:
 @pytest.mark.skipif(not has_int8_products(), reason="known of CPUs with AVX512-VNNI")
 @torch.inference_mode()
 def test_a_step_s_bits_do_not_depend_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a verified row that is another than plain decoding's by a last bit, of which a rounding makes a token: sums
-    of one row that compiled code splits over threads. The model is wide enough for inductor to want that."""
+    """Catches a verified row that is another than plain decoding's by a last bit, of which a rounding makes a token:
+    sums of one row that compiled code splits over threads. The model is wide enough for inductor to want that."""
     torch._dynamo.reset()
     shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12}
     runner = ModelRunner(w8a8_model("llama", std=0.02, num_key_value_heads=2, **shape))
