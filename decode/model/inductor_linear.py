@@ -5,6 +5,7 @@ Layers that share a product ask for it with the same arguments, each for its own
 Importing this takes a second, for inductor: only what compiles does, inside a function.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
-from decode.model.quantized import w8a8
+from decode.model.quantized import vnni
 
 
 def register_lowerings() -> None:
@@ -23,8 +24,8 @@ def register_lowerings() -> None:
     for operation, lowering in (
         (ops.packed_linear, packed_linear),
         (ops.blocked_linear, blocked_linear),
-        (ops.int8_linear, int8_linear),
         (ops.int4_linear, int4_linear),
+        *((product, partial(call, product.default)) for product in vnni.products()),
     ):
         register_lowering(operation, type_promotion_kind=None)(lowering)
 
@@ -61,16 +62,6 @@ def blocked_linear(x: Any, blocks: Any) -> Any:
     every = lowerings[ops.expand](flat, [blocks.get_size()[0], *flat.get_size()])
     with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
         return lowerings[ops.bmm](every, blocks)
-
-
-def int8_linear(numbers: Any, weight: Any, scale: Any, zeros: Any) -> Any:
-    """oneDNN's product where weights are packed, else the operation as it is."""
-    if not w8a8.has_int8_products():
-        return call(torch.ops.draftsmith.int8_linear.default, numbers, weight, scale, zeros)
-    product = torch.ops.onednn.qlinear_pointwise.default
-    return call(
-        product, numbers, 1.0, w8a8.ZERO_POINT, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )  # fmt: skip
 
 
 def int4_linear(x: Any, packed: Any, group: int, scales: Any) -> Any:

@@ -26,7 +26,8 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack
 from decode.model.linear import PackedLinear
 from decode.model.loading import Target, load_target
-from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products, int8_product
+from decode.model.quantized.vnni import is_available
+from decode.model.quantized.w8a8 import W8A8Linear
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize
 from eval.metrics.bootstrap import MS_PER_SECOND
@@ -83,7 +84,11 @@ def kernels(layer: Layer) -> dict[str, Callable[[Any], Product]]:
     weights. In W8A8 only that of whole numbers: rotating and rounding inputs is not in it."""
     if isinstance(layer, W8A8Linear):
         return {
-            "w8a8": lambda layer: lambda x: int8_product(x, layer.values, layer.scale, layer.zeros)
+            "w8a8": lambda layer: (
+                lambda x: torch.ops.draftsmith.int8_product(
+                    x, layer.values, layer.scale, layer.offset
+                )
+            )
         }
     device = layer.weight.device
     linear = {"linear": lambda layer: lambda x: nn.functional.linear(x, layer.weight, layer.bias)}
@@ -347,9 +352,9 @@ def measure_floor(s: FloorConfig) -> None:
     if not s.rows:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
-    if s.dtype == "w8a8" and not has_int8_products():
+    if s.dtype == "w8a8" and not is_available():
         raise UserError(
-            "dtype w8a8 has a floor where the CPU has products of eight bits (AVX512-VNNI or AMX) alone"
+            "dtype w8a8 has a floor where the CPU has products of eight bits (AVX512-VNNI) alone"
         )
     target = load_target(s.target, s.device, s.dtype, s.revision)
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]

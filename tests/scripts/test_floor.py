@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
-from decode.model.quantized.w8a8 import ZERO_POINT, W8A8Linear, has_int8_products
+from decode.model.quantized.vnni import is_available
+from decode.model.quantized.w8a8 import ZERO_POINT, W8A8Linear
 from eval.settings.evaluation import Task
 from scripts.lab import floor, floor_work
 from scripts.lab.settings import FloorConfig
@@ -30,7 +31,7 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
     assert error < (0.02 if name == "int8" else 1e-5)
 
 
-@pytest.mark.skipif(not has_int8_products(), reason="this CPU has no products of eight bits")
+@pytest.mark.skipif(not is_available(), reason="this CPU has no products of eight bits")
 @torch.inference_mode()
 def test_whole_numbers_are_multiplied_by_the_layer() -> None:
     """Catches another zero point, and bytes of float weights."""

@@ -19,7 +19,8 @@ from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import layers_of_one_input
 from decode.model.quantized.int4 import GROUP, Int4Linear
 from decode.model.quantized.layers import QuantizedLinear, fused_parts
-from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products
+from decode.model.quantized.vnni import is_available
+from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.recurrent import has_recurrent_layers
 
 INT4_TARGET = (
@@ -138,8 +139,8 @@ def say_what_stays(model: Any, dtype: str, what: str) -> None:
             f"{what}: its experts are stacked tensors and no linear layers, and keep their dtype: {share:.0%} of its "
             f"weights are not {dtype}"
         )
-    if dtype == "w8a8" and not has_int8_products():
+    if dtype == "w8a8" and not is_available():
         damage.warn_once(
-            "this CPU has no products of whole numbers in eight bits (AVX512-VNNI or AMX): dtype w8a8 is exact here "
-            "and takes less memory, but it is slower than float32"
+            "there are no products of whole numbers in eight bits here (they need AVX512-VNNI and a C++ compiler): "
+            "dtype w8a8 is exact and takes less memory, but it is slower than float32"
         )

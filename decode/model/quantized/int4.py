@@ -1,17 +1,17 @@
 """Weights of four bits, for drafts on a CPU: a scale and a zero point for each 32 inputs of an output.
 
-A draft's step of one or two rows reads half the bytes of W8A8 and computes in bf16, in half its time; what it drafts
-is verified, so that the output does not depend on it. A target would be another model: four bits by plain rounding cost
-too much of it. More rows, as those of a prompt, take up to three times as long as in W8A8: where the CPU has products
-of eight bits, a layer has its weight in these as well.
+A draft's step of one or two rows reads half the bytes of W8A8; what it drafts is verified, so that the output does not
+depend on it. A target would be another model: four bits by plain rounding cost too much of it. Where the CPU has
+AVX512-VNNI inputs are rounded to eight bits, 32 together, and the product is vnni.cpp's; elsewhere it is torch's, in
+bf16.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode.model.quantized import vnni
 from decode.model.quantized.layers import QuantizedLinear
-from decode.model.quantized.w8a8 import W8A8Linear, has_int8_products
 
 GROUP = 32
 """Inputs that share a scale."""
@@ -21,8 +21,8 @@ LEVELS = 15
 MIDDLE = 8
 """The number that the kernel takes for 0: it multiplies by (number - MIDDLE) * scale + zero."""
 TINY = 1e-30
-FEW_ROWS = 4
-"""Rows up to which four bits are faster than eight (docs/log)."""
+ROWS = 64
+"""Rows of the identity that are multiplied at once, to read a weight."""
 
 
 def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,11 +61,13 @@ class Int4Linear(QuantizedLinear):
         zero: Tensor,
         bias: Tensor,
         embedding: torch.nn.Parameter | None = None,
-        eight_bits: W8A8Linear | None = None,
     ):
-        """`numbers`, `scale` and `zero` as from `quantize_groups`; `eight_bits` multiplies more than FEW_ROWS rows."""
+        """`numbers`, `scale` and `zero` as from `quantize_groups`."""
         super().__init__(numbers.shape, bias, embedding)
-        self.eight_bits = eight_bits
+        self.scales: Tensor | None = None
+        if vnni.is_available():
+            self.packed = vnni.pack_int4(numbers, scale, zero)
+            return
         padding = (0, 0, 0, -len(numbers) % OUTPUTS)
         numbers, scale, zero = (F.pad(part, padding) for part in (numbers, scale, zero))
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
@@ -78,12 +80,12 @@ class Int4Linear(QuantizedLinear):
         """It always has a bias, so that every network of such layers has a parameter of its dtype."""
         if bias is None:
             bias = torch.zeros(len(weight))
-        eight_bits = W8A8Linear.from_weight(weight, None) if has_int8_products() else None
-        return cls(*quantize_groups(weight.detach().float()), bias, embedding, eight_bits)
+        return cls(*quantize_groups(weight.detach().float()), bias, embedding)
 
     def product(self, x: Tensor) -> Tensor:
-        if self.eight_bits is not None and len(x) > FEW_ROWS:
-            return self.eight_bits.product(x)
+        if self.scales is None:
+            out = torch.ops.draftsmith.int4_product(x.float(), self.packed, self.out_features)
+            return out.to(x.dtype)
         operation = torch.ops.draftsmith.int4_linear
         multiply = operation if torch.compiler.is_compiling() else int4_product
         out = multiply(x.bfloat16(), self.packed, GROUP, self.scales)
@@ -91,5 +93,5 @@ class Int4Linear(QuantizedLinear):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        rows = torch.eye(self.in_features).split(FEW_ROWS)
-        return torch.cat([self.product(few) for few in rows]).T.contiguous()
+        rows = torch.eye(self.in_features).split(ROWS)
+        return torch.cat([self.product(some) for some in rows]).T.contiguous()

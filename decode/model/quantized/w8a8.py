@@ -5,25 +5,23 @@ the bias. The sums are exact on every CPU, so that what a layer gives for a row 
 Before they are rounded, inputs and weights are rotated, 64 together, by a Hadamard matrix, which leaves their product
 as it is and spreads the few inputs that are much larger than the rest over 64 (QuaRot, Ashkboos et al. 2024,
 arXiv 2404.00456, rotates whole states instead, which drafts read). No text is needed for it, and no layer's name.
-On x86 with AVX512-VNNI or AMX the product is oneDNN's, which reads a quarter of the bytes of fp32 weights; elsewhere it
-is computed in fp32 pieces that are short enough to be exact, and saves memory alone.
+On x86 with AVX512-VNNI the product is vnni.cpp's, which reads a quarter of the bytes of fp32 weights; elsewhere it is
+computed in fp32 pieces that are short enough to be exact, and saves memory alone.
 """
 
 import math
-import os
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from decode.common.errors import UserError
+from decode.model.quantized import vnni
 from decode.model.quantized.layers import QuantizedLinear
 
 LARGEST = 127
 TINY = 1e-30
 """Smallest largest number of a row that is rounded: below it a scale would lose its bits."""
 ZERO_POINT = 128
-"""oneDNN multiplies unsigned activations: 0 is 128 there."""
+"""The instruction multiplies unsigned activations: 0 is 128 there."""
 ROTATED = 64
 """Inputs that are rotated together, or the largest power of 2 that divides their number."""
 CACHED = 1 << 17
@@ -32,7 +30,6 @@ EXACT_INPUTS = 1024
 """So many products of two numbers of eight bits have a sum below 2^24, which fp32 holds exactly in any order."""
 BLOCK = 1 << 20
 """Numbers of a weight that are in fp32 at once."""
-UNSAFE_CACHE = "ONEDNN_CACHE_CONTEXT_UNSAFE"
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,42 +81,22 @@ def exact_product(numbers: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     return sums * scale
 
 
-def packed_product(numbers: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    """The same by oneDNN: `numbers` [M, K] are uint8 from ZERO_POINT on, `packed` is its form of the weight."""
-    return torch.ops.onednn.qlinear_pointwise(
-        numbers, 1.0, ZERO_POINT, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
+exact_int8 = torch.library.custom_op("draftsmith::exact_int8", exact_product, mutates_args=())
+"""`exact_product` as an operation that inductor does not look into: its pieces would be compiled one by one."""
 
 
-@cache
-def has_int8_products() -> bool:
-    """Whether this CPU multiplies whole numbers of eight bits exactly and fast: it has the instructions by name, and
-    the product of the largest numbers is right. Older ones add pairs of products in 16 bits, which saturate."""
-    named = torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
-    if not (named and torch.backends.mkldnn.is_available()):
-        return False
-    largest = torch.full((16, 64), LARGEST)
-    packed = torch.ops.onednn.qlinear_prepack(largest.to(torch.int8), None)
-    numbers = (largest + ZERO_POINT).to(torch.uint8)
-    scale, zeros = torch.ones(16), torch.zeros(16, dtype=torch.int32)
-    return bool((packed_product(numbers, packed, scale, zeros) == 64 * LARGEST**2).all())
+@exact_int8.register_fake
+def _(numbers: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    return numbers.new_empty(len(numbers), len(scale))
 
 
-def int8_product(numbers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    """`packed_product` of a packed weight, else `exact_product`."""
-    if weight.is_mkldnn:
-        return packed_product(numbers, weight, scale, zeros)
-    return exact_product(numbers, weight, scale)
-
-
-int8_linear = torch.library.custom_op("draftsmith::int8_linear", int8_product, mutates_args=())
-"""`int8_product` as an operation that inductor does not look into: of its own lowering of oneDNN's product it demands
-that weights are constants of the code. What it writes is in decode/model/inductor_linear.py."""
-
-
-@int8_linear.register_fake
-def _(numbers: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
-    return numbers.new_empty(len(numbers), len(scale), dtype=torch.float32)
+def int8_product(numbers: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """The same of whole numbers [M, K] in floating point, in fp32 where there is an `offset`: of a packed weight."""
+    if offset is None:
+        multiply = exact_int8 if torch.compiler.is_compiling() else exact_product
+        return multiply(numbers.float(), weight, scale)
+    unsigned = numbers.add(ZERO_POINT).to(torch.uint8)
+    return torch.ops.draftsmith.int8_product(unsigned, weight, scale, offset)
 
 
 # ---- the layer ----
@@ -139,17 +116,15 @@ class W8A8Linear(QuantizedLinear):
         block: int = 1,
     ):
         """The weight is the int8 `values` [N, K] times `scale` [N]; with a `block`, a power of 2, that is the weight
-        after rotation. UserError where oneDNN may confuse weights."""
+        after rotation."""
         super().__init__(values.shape, bias, embedding)
-        check_cache()
         self.block = block
         self.scale = torch.nn.Parameter(scale.detach().float(), requires_grad=False)
-        self.zeros = torch.zeros(len(values), dtype=torch.int32)
-        self.is_packed = has_int8_products()
         self.values = values
-        """int8 [N, K], or oneDNN's form of it."""
-        if self.is_packed:
-            self.values = torch.ops.onednn.qlinear_prepack(values, None)
+        self.offset: Tensor | None = None
+        """int8 [N, K], or with an offset the form of it that `vnni.pack_int8` makes."""
+        if vnni.fits(values.shape):
+            self.values, self.offset = vnni.pack_int8(values)
 
     @classmethod
     def from_weight(
@@ -167,23 +142,12 @@ class W8A8Linear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         numbers, steps = quantize_rows(rotate(x, self.block))
-        operation = torch.ops.draftsmith.int8_linear
-        multiply = operation if torch.compiler.is_compiling() else int8_product
-        given = numbers.add_(ZERO_POINT).to(torch.uint8) if self.is_packed else numbers.float()
-        sums = multiply(given, self.values, self.scale.float(), self.zeros)
+        sums = int8_product(numbers, self.values, self.scale.float(), self.offset)
         return sums.to(x.dtype).mul_(steps)
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        values = self.values.to_dense().T if self.is_packed else self.values
+        packed = self.offset is not None
+        values = vnni.unpack_int8(self.values, self.out_features) if packed else self.values
         weight = values.float() * self.scale.float()[:, None]
         return rotate(weight, self.block)
-
-
-def check_cache() -> None:
-    """UserError for the setting of torch with which oneDNN knows weights by their addresses alone: a weight that was
-    freed would be multiplied in place of the one that lies there now."""
-    if os.environ.get(UNSAFE_CACHE, "0") not in ("", "0"):
-        raise UserError(
-            f"{UNSAFE_CACHE} is set, with which products of eight bits may be of other weights: unset it"
-        )

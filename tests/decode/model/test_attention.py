@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import attention
-from decode.model.quantized.w8a8 import has_int8_products
+from decode.model.quantized.vnni import is_available
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -39,7 +39,7 @@ def test_products_give_what_the_fused_kernel_gives(
 
 
 @pytest.mark.skipif(
-    not has_int8_products(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it"
+    not is_available(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it"
 )
 @pytest.mark.parametrize("width", [64, 128])
 @torch.inference_mode()

@@ -23,15 +23,13 @@ from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
 from decode.model.inductor_linear import register_lowerings
 from decode.model.loading import Target, load_model, load_target, place_network
-from decode.model.quantized import int4, w8a8
+from decode.model.quantized import vnni, w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
-from decode.model.quantized.int4 import FEW_ROWS, Int4Linear, quantize_groups
+from decode.model.quantized.int4 import Int4Linear, quantize_groups
 from decode.model.quantized.layers import QuantizedLinear
 from decode.model.quantized.w8a8 import (
-    UNSAFE_CACHE,
     W8A8Linear,
     exact_product,
-    has_int8_products,
     int8_product,
     quantize_rows,
 )
@@ -44,11 +42,7 @@ from tests.decode.verification import test_exact_distribution as exact
 from tests.params import slow_except
 from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_prompts
 
-needs_onednn = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available()
-    or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="oneDNN has no products of whole numbers here",
-)
+needs_vnni = pytest.mark.skipif(not vnni.is_available(), reason="needs AVX512-VNNI and a compiler")
 
 
 def w8a8_model(arch: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -83,28 +77,28 @@ def test_sums_of_extreme_numbers_are_exact(inputs: int) -> None:
     wanted = sums_by_whole_numbers(numbers, values)
     assert torch.equal(exact_product(numbers.float(), values, torch.ones(40)), wanted.float())
     layer = W8A8Linear(values, torch.ones(40), None)
-    given = numbers + w8a8.ZERO_POINT if layer.is_packed else numbers.float()
-    given = given.to(torch.uint8) if layer.is_packed else given
-    found = int8_product(given, layer.values, layer.scale, layer.zeros)
+    found = int8_product(numbers.float(), layer.values, layer.scale, layer.offset)
     assert torch.equal(found, wanted.float())
 
 
-@needs_onednn
-def test_onednn_s_product_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: another zero point, scale or order of the weight in the product of CPUs with AVX512-VNNI. The weights are so
-    small that older CPUs do not saturate."""
-    values = torch.randint(-63, 64, (48, 200), dtype=torch.int8)
-    scale, bias, x = torch.rand(48), torch.randn(48), torch.randn(7, 200)
-    monkeypatch.setattr(w8a8, "has_int8_products", lambda: False)
-    plain = W8A8Linear(values, scale, bias, block=8)
-    monkeypatch.setattr(w8a8, "has_int8_products", lambda: True)
+@needs_vnni
+@pytest.mark.parametrize("outputs", [1, 16, 31, 48, 200])
+def test_the_product_of_eight_bits_is_the_same(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: another zero point, scale or order of the weight, rows or outputs at the edge of a block."""
+    values = torch.randint(-128, 128, (outputs, 200), dtype=torch.int8)
+    scale, bias = torch.rand(outputs), torch.randn(outputs)
     packed = W8A8Linear(values, scale, bias, block=8)
-    assert (plain.is_packed, packed.is_packed) == (False, True)
-    assert torch.equal(packed(x), plain(x))
-    for rows in range(1, 65):
-        many = torch.randn(rows, 200)
-        assert torch.equal(packed(many), plain(many))
-    torch.testing.assert_close(packed.weight, plain.weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(vnni, "is_available", lambda: False)
+        plain = W8A8Linear(values, scale, bias, block=8)
+    assert plain.offset is None
+    assert packed.offset is not None
+    for rows in range(20):
+        x = torch.randn(rows, 200)
+        assert torch.equal(packed(x), plain(x))
+    assert torch.equal(packed.weight, plain.weight)
     torch.testing.assert_close(W8A8Linear(values, scale, bias).weight, values * scale[:, None])
 
 
@@ -131,12 +125,12 @@ def computed_by_hand(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     return sums.float() * scale * steps[:, None] + bias
 
 
-def wrong_step(numbers: Tensor, values: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def wrong_step(numbers: Tensor, values: Tensor, scale: Tensor, offset: None) -> Tensor:
     """The scales of other outputs."""
-    return int8_product(numbers, values, scale.roll(1), zeros)
+    return int8_product(numbers, values, scale.roll(1), offset)
 
 
-def saturating(numbers: Tensor, values: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+def saturating(numbers: Tensor, values: Tensor, scale: Tensor, offset: None) -> Tensor:
     """Pairs of products in 16 bits, as CPUs without VNNI add them."""
     pairs = (numbers[:, None] + 128) * values
     sums = pairs.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1)
@@ -201,7 +195,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], type[W8A8Linear]]] = {
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor]) -> type[W8A8Linear]:
-    monkeypatch.setattr(w8a8, "has_int8_products", lambda: False)
+    monkeypatch.setattr(vnni, "is_available", lambda: False)
     monkeypatch.setattr(w8a8, "int8_product", product)
     return W8A8Linear
 
@@ -253,33 +247,27 @@ def test_other_dtypes_and_gradients() -> None:
 # ---- four bits ----
 
 
+@pytest.mark.parametrize("by", ["torch", pytest.param("vnni", marks=needs_vnni)])
 @pytest.mark.parametrize("outputs", [16, 33])
-def test_four_bits_multiply_by_what_they_stand_for(outputs: int) -> None:
+def test_four_bits_multiply_by_what_they_stand_for(
+    outputs: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: nibbles in another order, zero points off by the middle, groups mixed up, outputs of the padding."""
+    if by == "torch":
+        monkeypatch.setattr(vnni, "is_available", lambda: False)
     weight, bias, x = torch.randn(outputs, 96), torch.randn(outputs), torch.randn(5, 96)
     numbers, scale, zero = quantize_groups(weight)
     scales, zeros = (part.float().repeat_interleave(32, 1) for part in (scale, zero))
     plain = (numbers - 8) * scales + zeros
     assert ((plain - weight).abs() <= 0.6 * scales).all()
     layer = Int4Linear.from_weight(weight, bias)
-    for rows in (x[:1], x[:FEW_ROWS]):
-        wanted = rows.bfloat16().float() @ plain.T + bias
-        torch.testing.assert_close(layer(rows), wanted, atol=0.1, rtol=0.01)
     torch.testing.assert_close(layer.weight, plain, atol=0.01, rtol=0.01)
-
-
-@needs_onednn
-def test_more_rows_are_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: prompts in four bits where eight are faster, or single rows in eight; a weight in eight bits for nothing."""
-    weight, x = torch.randn(16, 96), torch.randn(FEW_ROWS + 1, 96)
-    four: dict[bool, Int4Linear] = {}
-    for has in (False, True):
-        monkeypatch.setattr(int4, "has_int8_products", lambda has=has: has)
-        four[has] = Int4Linear.from_weight(weight, None)
-    assert four[False].eight_bits is None
-    assert torch.equal(four[True](x[:FEW_ROWS]), four[False](x[:FEW_ROWS]))
-    assert torch.equal(four[True](x), W8A8Linear.from_weight(weight, None)(x))
-    torch.testing.assert_close(four[True].weight, four[False].weight)
+    steps = x.unflatten(1, (3, 32)).abs().amax(-1).repeat_interleave(32, 1) / 127
+    rounded = x.bfloat16().float() if by == "torch" else (x / steps).round() * steps
+    wanted, error = rounded @ layer.weight.T + bias, {"torch": 0.1, "vnni": 1e-4}[by]
+    for rows in (1, 5, 12):
+        some = x.repeat(3, 1)[:rows]
+        torch.testing.assert_close(layer(some), wanted.repeat(3, 1)[:rows], atol=error, rtol=0.01)
 
 
 # ---- models ----
@@ -462,15 +450,17 @@ def test_float_weights_are_freed(folder: Path) -> None:
 
 
 def compiled_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> QuantizedLinear:
-    """A layer that multiplies by its own kernel, or by oneDNN's as on CPUs with AVX512-VNNI."""
-    if kind == "int4":
+    """A layer that multiplies by torch's operations, or by those of vnni.cpp."""
+    if not kind.endswith("by vnni"):
+        monkeypatch.setattr(vnni, "is_available", lambda: False)
+    if kind.startswith("int4"):
         return Int4Linear.from_weight(torch.randn(48, 64), torch.randn(48))
-    monkeypatch.setattr(w8a8, "has_int8_products", lambda: kind == "packed")
     values = torch.randint(-63, 64, (48, 64), dtype=torch.int8)
     return W8A8Linear(values, torch.rand(48), torch.randn(48), block=64)
 
 
-KERNELS = ["exact", pytest.param("packed", marks=needs_onednn), "int4"]
+VNNI = [pytest.param(f"{dtype} by vnni", marks=needs_vnni) for dtype in ("w8a8", "int4")]
+KERNELS = ["w8a8", "int4", *VNNI]
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -505,7 +495,7 @@ def test_compiled_rounds_say_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_int8_products(), reason="known of CPUs with AVX512-VNNI")
+@pytest.mark.skipif(not vnni.is_available(), reason="known of CPUs with AVX512-VNNI")
 @torch.inference_mode()
 def test_a_step_s_bits_do_not_depend_on_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a verified row that is another than plain decoding's by a last bit, of which a rounding makes a token:
@@ -562,15 +552,6 @@ def test_what_w8a8_is_not_for_is_refused(tmp_path: Path) -> None:
         quantize_network(torch.nn.Linear(4, 4, device="meta"), "w8a8")
 
 
-def test_a_cache_that_confuses_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: oneDNN takes the weight that lay at this address before."""
-    monkeypatch.setenv(UNSAFE_CACHE, "1")
-    with pytest.raises(UserError, match=f"{UNSAFE_CACHE} is set"):
-        w8a8_model("llama")
-    monkeypatch.setenv(UNSAFE_CACHE, "0")
-    w8a8_model("llama")
-
-
 def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     damage.warn_once.cache_clear()
     for _ in range(2):
@@ -580,5 +561,5 @@ def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     said = f"qwen3_moe: its experts are stacked tensors .* {share:.0%} of its weights are not w8a8"
     experts = [line for line in lines if re.search(said, line)]
-    slow = [line for line in lines if "this CPU has no products of whole numbers" in line]
-    assert (len(experts), len(slow)) == (1, 0 if has_int8_products() else 1)
+    slow = [line for line in lines if "there are no products of whole numbers" in line]
+    assert (len(experts), len(slow)) == (1, 0 if vnni.is_available() else 1)
