@@ -5,6 +5,7 @@ Layers that share a product ask for it with the same arguments, each for its own
 Importing this takes a second, for inductor: only what compiles does, inside a function.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,13 @@ from decode.model.quantized import vnni
 def register_lowerings() -> None:
     """Tells inductor of the functions below. Twice is as once."""
     ops = torch.ops.draftsmith
-    for operation, lowering in (
-        (ops.packed_linear, packed_linear),
-        (ops.blocked_linear, blocked_linear),
-        (ops.int4_linear, int4_linear),
-        *((product, partial(call, product.default)) for product in vnni.products()),
-    ):
+    written: dict[Any, Callable[..., Any]] = {
+        ops.packed_linear: packed_linear,
+        ops.blocked_linear: blocked_linear,
+        ops.int4_linear: int4_linear,
+    }
+    written |= {product: partial(call, product.default) for product in vnni.products()}
+    for operation, lowering in written.items():
         register_lowering(operation, type_promotion_kind=None)(lowering)
 
 
