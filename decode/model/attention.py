@@ -59,7 +59,7 @@ class AttentionSettings:
 
 
 LONG_CPU_KEYS = 512
-"""Slots of all rows together from which two products of 16-bit numbers are faster than fused attention on a CPU."""
+"""Slots of all rows together beyond which two products of 16-bit numbers are faster than fused attention on a CPU."""
 
 CPU_QUERY_BLOCK = 32
 CPU_QUERIES = 4
@@ -329,7 +329,7 @@ def _products_are_faster(key: Tensor) -> bool:
     return (
         key.device.type == "cpu"
         and key.dtype in (torch.bfloat16, torch.float16)
-        and key.shape[0] * key.shape[2] >= LONG_CPU_KEYS
+        and key.shape[0] * key.shape[2] > LONG_CPU_KEYS
     )
 
 

@@ -110,6 +110,7 @@ def test_a_warm_up_of_a_few_tokens_is_caught(
     def short(engine: SpeculativeEngine, prompts: list[list[int]], _: int) -> None:
         run(engine, prompts, 8)
 
+    monkeypatch.setattr("decode.engine.engine.BUCKET_OF_ONE", 128)
     monkeypatch.setattr(timing, "run_first_rounds", short)
     during = graphs_made_while_timing(monkeypatch, graphs)
     time_all(context, method("ngram", context), Journal(tmp_path / "j", {}), 1)
