@@ -4,4 +4,5 @@
 - layers: what all kinds have in common
 - w8a8: eight bits for weights and activations, products of whole numbers
 - int4: four bits for weights, for drafts
+- vnni: the products of both on CPUs with AVX512-VNNI, from vnni.cpp
 """
