@@ -91,6 +91,7 @@ class DeferredStop:
 
     received = 0
     """Number of the first signal; 0: none came."""
+    stopping = False
 
     def __enter__(self) -> "DeferredStop":
         self._block = _handlers(self._on_signal)
@@ -101,8 +102,16 @@ class DeferredStop:
         self.received = self.received or number
         signal.signal(signal.SIGINT, _end_at_once)
 
+    def ranks_stop(self) -> None:
+        """All ranks have agreed to stop: a signal that reaches this one later, before `stop`, does not end it while the
+        others wait for it."""
+        self.stopping = True
+        signal.signal(signal.SIGINT, _end_at_once)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def __exit__(self, *error: Any) -> None:
-        self._block.__exit__(*error)
+        if not self.stopping:
+            self._block.__exit__(*error)
 
 
 def stop(number: int, saved: str = "") -> NoReturn:

@@ -152,6 +152,7 @@ def train(
                 checkpoint.save(accelerator, out, state, s.keep, best)
             progress.update(bar, completed=done)
             if result.stop and not last:
+                stop.ranks_stop()
                 return stop.received or signal.SIGTERM
     return 0
 
