@@ -552,6 +552,19 @@ def test_what_w8a8_is_not_for_is_refused(tmp_path: Path) -> None:
         quantize_network(torch.nn.Linear(4, 4, device="meta"), "w8a8")
 
 
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_compiler_products_are_slow(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a traceback where the machine has no C++ compiler, or half a library that is loaded next time."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
+    with pytest.warns(UserWarning, match="products of eight bits could not be built"):
+        assert not vnni.is_available.__wrapped__()
+    assert not list((tmp_path / "kept").iterdir())
+
+
 def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     damage.warn_once.cache_clear()
     for _ in range(2):
