@@ -106,8 +106,7 @@ class DeferredStop:
         """All ranks have agreed to stop: a signal that reaches this one later, before `stop`, does not end it while the
         others wait for it."""
         self.stopping = True
-        signal.signal(signal.SIGINT, _end_at_once)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _heed_sigint_alone()
 
     def __exit__(self, *error: Any) -> None:
         if not self.stopping:
@@ -120,8 +119,7 @@ def stop(number: int, saved: str = "") -> NoReturn:
     What follows may save: a second SIGINT ends the process at once, and a further SIGTERM is ignored, because
     launchers send one after a Ctrl-C.
     """
-    signal.signal(signal.SIGINT, _end_at_once)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _heed_sigint_alone()
     error = KeyboardInterrupt() if number == signal.SIGINT else Terminated()
     if saved:
         error.add_note(saved)
@@ -136,6 +134,11 @@ def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _heed_sigint_alone() -> None:
+    signal.signal(signal.SIGINT, _end_at_once)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _end_at_once(*_: Any) -> None:

@@ -6,7 +6,6 @@ Importing this takes a second, for inductor: only what compiles does, inside a f
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-
-from decode.model.quantized import vnni
 
 
 def register_lowerings() -> None:
@@ -27,7 +24,6 @@ def register_lowerings() -> None:
         ops.blocked_linear: blocked_linear,
         ops.int4_linear: int4_linear,
     }
-    written |= {product: partial(call, product.default) for product in vnni.products()}
     for operation, lowering in written.items():
         register_lowering(operation, type_promotion_kind=None)(lowering)
 

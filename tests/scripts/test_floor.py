@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
-from decode.model.quantized.vnni import is_available
-from decode.model.quantized.w8a8 import ZERO_POINT, W8A8Linear
+from decode.model.quantized.vnni import ZERO_POINT, is_available
+from decode.model.quantized.w8a8 import W8A8Linear
 from eval.settings.evaluation import Task
 from scripts.lab import floor, floor_work
 from scripts.lab.settings import FloorConfig

@@ -15,8 +15,6 @@ from decode.model.quantized.layers import QuantizedLinear
 
 GROUP = 32
 """Inputs that share a scale."""
-OUTPUTS = 16
-"""The kernel takes whole multiples of so many outputs."""
 LEVELS = 15
 MIDDLE = 8
 """The number that the kernel takes for 0: it multiplies by (number - MIDDLE) * scale + zero."""
@@ -65,11 +63,12 @@ class Int4Linear(QuantizedLinear):
         """`numbers`, `scale` and `zero` as from `quantize_groups`."""
         super().__init__(numbers.shape, bias, embedding)
         self.scales: Tensor | None = None
-        if vnni.is_available():
-            self.packed = vnni.pack_int4(numbers, scale, zero)
-            return
-        padding = (0, 0, 0, -len(numbers) % OUTPUTS)
+        padding = (0, 0, 0, -len(numbers) % vnni.LANES)
         numbers, scale, zero = (F.pad(part, padding) for part in (numbers, scale, zero))
+        if vnni.is_available():
+            added = (zero.float() - MIDDLE * scale.float()).bfloat16()
+            self.packed = vnni.pack_int4(numbers, scale, added)
+            return
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
         self.scales = torch.stack([scale, zero], -1).transpose(0, 1).contiguous()  # [K / 32, N, 2]
 

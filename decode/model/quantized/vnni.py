@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +27,8 @@ LANES = 16
 """Outputs that are multiplied together: weights are filled up to a multiple."""
 INPUTS = 4
 """The number of inputs is a multiple of it."""
-GROUP = 32
-"""Inputs that share a scale in four bits."""
-MIDDLE = 8
-"""The number of four bits that stands for the zero point."""
+ZERO_POINT = 128
+"""The instruction multiplies unsigned activations: 0 is 128 there."""
 MOST_INPUTS = 1 << 16
 """Up to so many sums of eight bits stay below 2^31."""
 
@@ -50,12 +47,6 @@ def is_available() -> bool:
     torch.library.register_fake("draftsmith::int8_product", _fake_int8)
     torch.library.register_fake("draftsmith::int4_product", _fake_int4)
     return True
-
-
-def products() -> list[Any]:
-    """The two operations, where they are."""
-    ops = torch.ops.draftsmith
-    return [ops.int8_product, ops.int4_product] if is_available() else []
 
 
 def build() -> Path:
@@ -100,7 +91,7 @@ def pack_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     outputs, inputs = values.shape
     padded = F.pad(values, (0, 0, 0, -outputs % LANES))
     blocks = padded.view(-1, LANES, inputs // INPUTS, INPUTS).transpose(1, 2).contiguous()
-    return blocks, values.sum(1, dtype=torch.int32) * 128
+    return blocks, values.sum(1, dtype=torch.int32) * ZERO_POINT
 
 
 def unpack_int8(weight: Tensor, outputs: int) -> Tensor:
@@ -108,13 +99,10 @@ def unpack_int8(weight: Tensor, outputs: int) -> Tensor:
     return weight.transpose(1, 2).reshape(len(weight) * LANES, -1)[:outputs]
 
 
-def pack_int4(numbers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """[N / 16, K / 32, 320] bytes: 16 scales and what is added for a group's sum in bf16, then 8 inputs of each of 16
-    outputs at a time, those of the second half in the high bits. `numbers`, `scale` and `zero` as from
-    decode/model/quantized/int4.py's `quantize_groups`."""
-    padding = (0, 0, 0, -len(numbers) % LANES)
-    numbers, scale, zero = (F.pad(part, padding) for part in (numbers, scale, zero))
-    added = (zero.float() - MIDDLE * scale.float()).bfloat16()
+def pack_int4(numbers: Tensor, scale: Tensor, added: Tensor) -> Tensor:
+    """[N / 16, K / 32, 320] bytes of `numbers` 0 … 15 [N, K] that stand for number * scale + added, both in bf16
+    [N, K / 32]; N is a multiple of 16. Of each group 16 scales and what is added, then 8 inputs of each of 16 outputs
+    at a time, those of the second half in the high bits."""
     # [N / 16, 16, groups, parts, halves, inputs]
     halves = numbers.to(torch.uint8).view(-1, LANES, scale.shape[1], 4, 2, INPUTS)
     both = halves[..., 0, :] | (halves[..., 1, :] << 4)

@@ -20,8 +20,6 @@ from decode.model.quantized.layers import QuantizedLinear
 LARGEST = 127
 TINY = 1e-30
 """Smallest largest number of a row that is rounded: below it a scale would lose its bits."""
-ZERO_POINT = 128
-"""The instruction multiplies unsigned activations: 0 is 128 there."""
 ROTATED = 64
 """Inputs that are rotated together, or the largest power of 2 that divides their number."""
 CACHED = 1 << 17
@@ -95,7 +93,7 @@ def int8_product(numbers: Tensor, weight: Tensor, scale: Tensor, offset: Tensor 
     if offset is None:
         multiply = exact_int8 if torch.compiler.is_compiling() else exact_product
         return multiply(numbers.float(), weight, scale)
-    unsigned = numbers.add(ZERO_POINT).to(torch.uint8)
+    unsigned = numbers.add(vnni.ZERO_POINT).to(torch.uint8)
     return torch.ops.draftsmith.int8_product(unsigned, weight, scale, offset)
 
 
