@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from decode.common.ranges import CountOrZero, DtypeName, Temperature, TopP, at_least
 
-QUANTIZED_DTYPES = ("int8", "int8_bfloat16", "w8a8", "int4")
+QUANTIZED_DTYPES = ("int8", "int8_bfloat16", "w8a8", "w4a8", "int4")
 """Values of `dtype` that round a model's weights once it is loaded; int4 is for drafts."""
 
 
@@ -68,9 +68,10 @@ class TargetSettings:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: DtypeName = "float32"
-    """float32, bfloat16, float16; w8a8 (weights and activations of linear layers in eight bits); int8 or int8_bfloat16
-    (weights in eight bits, by torchao). The output is that of the target in this dtype. Losslessness to the token is a
-    property of computing in float32."""
+    """float32, bfloat16, float16; w8a8 (weights and activations of linear layers in eight bits); w4a8 (the same, but
+    weights that have four bits already, as in a GGUF of Q4_K_M, stay so; on a CPU with AVX512-VNNI); int8 or
+    int8_bfloat16 (weights in eight bits, by torchao). The output is that of the target in this dtype. Losslessness to
+    the token is a property of computing in float32."""
 
 
 @dataclass

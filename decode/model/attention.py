@@ -26,6 +26,7 @@ from decode.model.masks import (
     attend_in_blocks,
     block_mask,
 )
+from decode.model.quantized import vnni
 
 ATTENTION_NAME = "draftsmith"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -65,6 +66,9 @@ CPU_QUERY_BLOCK = 32
 CPU_QUERIES = 4
 """Queries in a block of torch's fused attention on a CPU, a divisor of the number, and how few of them are multiplied
 as many are."""
+
+OWN_KERNEL_TOKENS = 64
+"""Tokens of a step up to which quantized/attention.cpp is faster than torch's fused attention."""
 
 DENSE_VALUES = 1 << 24
 """Values of the largest mask of training that method "auto" has in memory at once."""
@@ -235,6 +239,10 @@ def attention_forward(
         out = split_kv_attention.split_kv_attention(
             packed, key, value, metadata, scale, softcap, s_aux
         )
+    elif plain and _has_own_kernel(slots, packed, value):
+        allow = slots.mask(sliding_window, 1)[:, 0]
+        scale = width**-0.5 if scaling is None else scaling
+        out = torch.ops.draftsmith.few_queries_attention(packed, key, value, allow, scale)
     else:
         if slots.is_prefill:
             allow = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
@@ -318,6 +326,19 @@ def _fused_attention(
         packed, mask = packed[:, :, every], mask[:, :, every]
     out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return out[:, :, :queries]
+
+
+def _has_own_kernel(slots: SlotMapping, packed: Tensor, value: Tensor) -> bool:
+    """Whether quantized/attention.cpp attends for the queries `packed` [B, Hkv, groups * T, D]."""
+    width = packed.shape[-1]
+    return (
+        slots.own_kernel
+        and not slots.is_prefill
+        and slots.write_slots.shape[1] <= OWN_KERNEL_TOKENS
+        and packed.dtype == value.dtype == torch.float32
+        and value.shape[-1] == width
+        and width % vnni.LANES == 0
+    )
 
 
 def _products_are_faster(key: Tensor) -> bool:

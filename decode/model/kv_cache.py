@@ -53,9 +53,11 @@ def bit_words(bits: Tensor) -> Tensor:
 class SlotMapping:
     """The slots that the T tokens of one forward are written to and attend to, for rows of unequal length."""
 
-    def __init__(self, rows: int, size: int, device: torch.device):
+    def __init__(self, rows: int, size: int, device: torch.device, own_kernel: bool = False):
         self.size = size
         self.rows = rows
+        self.own_kernel = own_kernel
+        """Steps of few tokens attend by decode/model/quantized/attention.cpp."""
         self.all_rows = torch.arange(rows, device=device)
         self.every_slot = torch.arange(size, device=device)
         self.slot = self.every_slot  # [S] those that forwards attend to
@@ -244,8 +246,10 @@ def _enlarged(buffer: Tensor, slots: SlotMapping) -> Tensor:
 class StaticKVCache(Cache):
     """The K/V buffers of all layers of a model over one `SlotMapping`, as a Cache of transformers."""
 
-    def __init__(self, layers: int, rows: int, size: int, device: torch.device):
-        self.slots = SlotMapping(rows, size, device)
+    def __init__(
+        self, layers: int, rows: int, size: int, device: torch.device, own_kernel: bool = False
+    ):
+        self.slots = SlotMapping(rows, size, device, own_kernel)
         self.kv_layers = [StaticKVLayer(self.slots) for _ in range(layers)]
         super().__init__(layers=list(self.kv_layers))
 
@@ -282,8 +286,8 @@ class StaticKVCache(Cache):
 
     def copy_row(self, row: int, size: int) -> "StaticKVCache":
         """A cache of one row of `size` slots with the contents of row `row`."""
-        device = self.slots.slot.device
-        copied = StaticKVCache(len(self.kv_layers), 1, size, device)
+        slots = self.slots
+        copied = StaticKVCache(len(self.kv_layers), 1, size, slots.slot.device, slots.own_kernel)
         for own, layer in zip(copied.kv_layers, self.kv_layers, strict=True):
             if layer.is_initialized:
                 own.keys = layer.keys[row : row + 1, :, :size].clone()
@@ -293,7 +297,8 @@ class StaticKVCache(Cache):
 
     def reserve(self, size: int) -> None:
         """Enlarges the buffers to `size` slots per row and keeps their contents."""
-        self.slots = SlotMapping(self.slots.rows, size, self.slots.slot.device)
+        slots = self.slots
+        self.slots = SlotMapping(slots.rows, size, slots.slot.device, slots.own_kernel)
         for layer in self.kv_layers:
             layer.reserve(self.slots)
 

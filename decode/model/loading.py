@@ -57,7 +57,7 @@ DTYPES = NUMBER_TYPES | {
     **dict.fromkeys(KINDS, torch.float32),
 }
 """The values of `dtype` settings, and what is computed in but for products of linear layers: their weights have eight
-bits (int8), their inputs as well (w8a8), or their weights have four (int4, for drafts)."""
+bits (int8), their inputs as well (w8a8), or their weights have four (w4a8; int4, for drafts)."""
 CHOICE_SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale"), 1.0),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),

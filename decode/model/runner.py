@@ -24,6 +24,7 @@ from decode.model.layer_stack import (
     with_layers,
 )
 from decode.model.linear import begin_request, patch_linear_layers
+from decode.model.quantized.layers import has_vnni_layers
 from decode.model.regions import mark_regions
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
@@ -96,7 +97,8 @@ class ModelRunner:
         compatibility.check_trial_pass(self.model, self.config.num_hidden_layers)
 
     def make_cache(self, rows: int, size: int) -> StaticKVCache:
-        return StaticKVCache(self.config.num_hidden_layers, rows, size, self.device)
+        layers = self.config.num_hidden_layers
+        return StaticKVCache(layers, rows, size, self.device, has_vnni_layers(self.model))
 
     def allocate(self, rows: int, size: int) -> None:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.

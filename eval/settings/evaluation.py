@@ -272,7 +272,7 @@ class ForecastConfig(MeasuringSettings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: DtypeName = "float32"
-    """Number type of the target: float32, bfloat16, float16 or w8a8."""
+    """Number type of the target: float32, bfloat16, float16, w8a8 or w4a8."""
     draft_dtype: DtypeName = "float32"
     """Number type of the draft; int4 as well."""
     out: str = "outputs/forecast"
@@ -302,7 +302,7 @@ class TransferConfig:
     """data_curve.json of this draft's training."""
     device: str = "auto"
     dtype: str | list[str] = "float32"
-    """float32, bfloat16, float16, w8a8, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has one
+    """float32, bfloat16, float16, w8a8, w4a8, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has one
     for each target, so that a target can be compared with itself in another one."""
     out: str = ""
     """File for the JSON of the last line; empty: none."""
@@ -317,7 +317,7 @@ class FidelityConfig:
     reference: DtypeName = "float32"
     """What the dtypes are compared with."""
     dtypes: list[DtypeName] = field(default_factory=lambda: ["w8a8", "bfloat16"])
-    """float32, bfloat16, float16, w8a8, int8, int8_bfloat16; the others' TV is compared with the first one's."""
+    """float32, bfloat16, float16, w8a8, w4a8, int8, int8_bfloat16; the others' TV is compared with the first one's."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task(x, limit=16) for x in ("code", "prose", "arithmetic")]
     )

@@ -17,7 +17,7 @@ from decode.model.formats import tied_heads
 from decode.model.formats.quantized import quantize_linear_layers
 from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import layers_of_one_input
-from decode.model.quantized.int4 import GROUP, Int4Linear
+from decode.model.quantized.int4 import GROUP, Int4Linear, W4A8Linear
 from decode.model.quantized.layers import QuantizedLinear, fused_parts
 from decode.model.quantized.vnni import is_available
 from decode.model.quantized.w8a8 import W8A8Linear
@@ -27,7 +27,11 @@ INT4_TARGET = (
     "dtype int4 is for drafts, whose tokens are verified: it would make the target another model; choose w8a8 or "
     "another dtype"
 )
-KINDS: dict[str, type[QuantizedLinear]] = {"w8a8": W8A8Linear, "int4": Int4Linear}
+KINDS: dict[str, type[QuantizedLinear]] = {
+    "w8a8": W8A8Linear,
+    "w4a8": W4A8Linear,
+    "int4": Int4Linear,
+}
 """By the dtype of settings."""
 
 
@@ -58,6 +62,10 @@ def quantize_model(
             fuse_layers(part, KINDS[dtype])
         quantize_network(layer, dtype)
     replace_head(model, KINDS[dtype])
+    if dtype == "w4a8" and not any(type(part) is W4A8Linear for part in model.modules()):
+        raise UserError(
+            f"{what}: no weight of it has four bits, as those of a GGUF of Q4_K_M do: choose dtype w8a8"
+        )
 
 
 def refusal(model: Any, dtype: str) -> str:
@@ -67,7 +75,11 @@ def refusal(model: Any, dtype: str) -> str:
     if has_recurrent_layers(decoder_config(model)):
         return "is for layers with attention, and this model has recurrent ones"
     devices = ("cpu", "cuda") if dtype == "w8a8" else ("cpu",)
-    return "" if model.device.type in devices else f"is not for device {model.device.type}"
+    if model.device.type not in devices:
+        return f"is not for device {model.device.type}"
+    if dtype == "w4a8" and not is_available():
+        return "needs a CPU with AVX512-VNNI, and a C++ compiler"
+    return ""
 
 
 def quantize_network(network: nn.Module, dtype: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.model.linear import FusedProduct, share_product
+from decode.model.quantized import vnni
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -111,6 +112,13 @@ class FusedPart(QuantizedLinear):
 
     def dequantized(self) -> Tensor:
         return self.whole.dequantized()[self.start : self.start + self.out_features]
+
+
+def has_vnni_layers(model: torch.nn.Module) -> bool:
+    """Whether some of its layers are in few bits on a CPU with AVX512-VNNI, so that its attention can be ours too."""
+    return (
+        any(isinstance(part, QuantizedLinear) for part in model.modules()) and vnni.is_available()
+    )
 
 
 def fused_parts(kind: type[QuantizedLinear], layers: Sequence[Any]) -> list[FusedPart]:

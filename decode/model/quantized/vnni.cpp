@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t LANES = 16;      // outputs of a vector
 constexpr int64_t ROWS = 8;        // rows whose sums stay in registers
 constexpr int64_t GROUP = 32;      // inputs that share a scale in four bits
-constexpr int64_t GROUP_BYTES = 2 * 2 * LANES + GROUP * LANES / 2;  // scales and zero points in bf16, then numbers
+constexpr int64_t GROUP_BYTES = 2 * 2 * LANES + GROUP * LANES / 2;  // scales and what is added in fp16, then numbers
 constexpr int64_t AHEAD = 2560;    // bytes: memory is asked for what comes so much later
 constexpr int64_t GRAIN = 1 << 15; // weights that are worth a thread
 
@@ -26,9 +26,8 @@ inline __m512i broadcast(const void* four_bytes) {
   return _mm512_set1_epi32(value);
 }
 
-inline __m512 from_bf16(const uint8_t* numbers) {
-  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+inline __m512 from_fp16(const uint8_t* numbers) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers)));
 }
 
 inline __mmask16 lanes(int64_t outputs) { return static_cast<__mmask16>((1u << std::min(LANES, outputs)) - 1); }
@@ -131,7 +130,7 @@ struct Int4Tile {
         const uint8_t* at = block + (b * G + g) * GROUP_BYTES;
         for (int64_t byte = 0; byte < GROUP_BYTES; byte += 64)
           _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD + byte), _MM_HINT_T0);
-        const __m512 scale = from_bf16(at), zero = from_bf16(at + 2 * LANES);
+        const __m512 scale = from_fp16(at), added = from_fp16(at + 2 * LANES);
         __m512i dot[M];
         for (int m = 0; m < M; m++) dot[m] = _mm512_setzero_si512();
         for (int part = 0; part < 4; part++) {
@@ -146,7 +145,7 @@ struct Int4Tile {
         }
         for (int m = 0; m < M; m++) {
           const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[m]), _mm512_set1_ps(steps[m * G + g]));
-          total[m][b] = _mm512_fmadd_ps(_mm512_set1_ps(sums[m * G + g]), zero, total[m][b]);
+          total[m][b] = _mm512_fmadd_ps(_mm512_set1_ps(sums[m * G + g]), added, total[m][b]);
           total[m][b] = _mm512_fmadd_ps(value, scale, total[m][b]);
         }
       }

@@ -1,8 +1,11 @@
-"""Products of few rows with weights of eight and four bits on CPUs with AVX512-VNNI: vnni.cpp, built when first needed.
+"""Products of few rows with weights of eight and four bits, and attention of few queries, on CPUs with AVX512-VNNI.
 
 torch.ops.draftsmith.int8_product(x, weight, scale, offset): x [M, K] in uint8, 128 more than the numbers; weight and
 offset as from `pack_int8`; scale [N] -> [M, N] in fp32, exact sums times the scale. int4_product(x, weight, N): x
 [M, K] in fp32, rounded to eight bits in groups of 32 inputs; weight as from `pack_int4` -> [M, N] in fp32.
+few_queries_attention(query, key, value, allowed, scale), by attention.cpp: query [B, H, G * T, D], of which number q is
+of token q % T, over key and value [B, H, S, D] where allowed [B, T, S] -> [B, H, G * T, D], all in fp32, D a multiple
+of 16. A query's result does not depend on the others, nor on slots that it does not attend to.
 
 Against oneDNN's and torch's products of the same weights: docs/families.md. They are built by the C++ compiler that
 torch.compile uses on a CPU as well, in a few seconds, and kept where torch keeps its extensions.
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("vnni.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("vnni.cpp", "attention.cpp")]
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-mfma", "-mbmi2"]
 FLAGS += ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 LANES = 16
@@ -46,13 +49,14 @@ def is_available() -> bool:
         return False
     torch.library.register_fake("draftsmith::int8_product", _fake_int8)
     torch.library.register_fake("draftsmith::int4_product", _fake_int4)
+    torch.library.register_fake("draftsmith::few_queries_attention", _fake_attention)
     return True
 
 
 def build() -> Path:
     """The library's file; compiles it where it is not there yet for this source and this torch."""
     torch_folder = Path(torch.__file__).parent
-    text = f"{torch.__version__} {FLAGS} {SOURCE.read_text()}"
+    text = f"{torch.__version__} {FLAGS} {[source.read_text() for source in SOURCES]}"
     name = f"draftsmith-vnni-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     kept = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"
     library = Path(kept) / name
@@ -63,7 +67,7 @@ def build() -> Path:
         places = [f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{torch_folder}/lib"]
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / name
-            words = [os.environ.get("CXX", "c++"), *FLAGS, abi, *places, str(SOURCE)]
+            words = [os.environ.get("CXX", "c++"), *FLAGS, abi, *places, *map(str, SOURCES)]
             words += ["-ltorch_cpu", "-lc10", "-o", str(made)]
             subprocess.run(words, check=True, capture_output=True, text=True)
             made.replace(library)  # another process finds all of it or nothing
@@ -76,6 +80,12 @@ def _fake_int8(x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor) -> Tens
 
 def _fake_int4(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
     return x.new_empty(len(x), outputs)
+
+
+def _fake_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float
+) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 # ---- weights ----
@@ -100,13 +110,13 @@ def unpack_int8(weight: Tensor, outputs: int) -> Tensor:
 
 
 def pack_int4(numbers: Tensor, scale: Tensor, added: Tensor) -> Tensor:
-    """[N / 16, K / 32, 320] bytes of `numbers` 0 … 15 [N, K] that stand for number * scale + added, both in bf16
-    [N, K / 32]; N is a multiple of 16. Of each group 16 scales and what is added, then 8 inputs of each of 16 outputs
-    at a time, those of the second half in the high bits."""
+    """[N / 16, K / 32, 320] bytes of `numbers` 0 … 15 [N, K] that stand for number * scale + added
+    [N, K / 32], of which fp16 is kept; N is a multiple of 16. Of each group 16 scales and what is added, then 8 inputs
+    of each of 16 outputs at a time, those of the second half in the high bits."""
     # [N / 16, 16, groups, parts, halves, inputs]
-    halves = numbers.to(torch.uint8).view(-1, LANES, scale.shape[1], 4, 2, INPUTS)
+    halves = numbers.view(-1, LANES, scale.shape[1], 4, 2, INPUTS)
     both = halves[..., 0, :] | (halves[..., 1, :] << 4)
     both = both.permute(0, 2, 3, 1, 4).flatten(2)
     floats = torch.stack([part.view(-1, LANES, part.shape[1]) for part in (scale, added)], 1)
-    floats = floats.permute(0, 3, 1, 2).flatten(2).contiguous().view(torch.uint8)
+    floats = floats.half().permute(0, 3, 1, 2).flatten(2).contiguous().view(torch.uint8)
     return torch.cat([floats, both], 2)

@@ -1,14 +1,17 @@
-"""Attention on a CPU: in 16 bits two products give what the fused kernel gives, but for rounding."""
+"""Attention on a CPU: two products in 16 bits, and the kernel of models in few bits, give what the fused one gives."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import attention
 from decode.model.quantized.vnni import is_available
+
+needs_vnni = pytest.mark.skipif(not is_available(), reason="needs AVX512-VNNI and a compiler")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -38,9 +41,7 @@ def test_products_give_what_the_fused_kernel_gives(
     assert errors["products"] < 8 * errors["fused"]
 
 
-@pytest.mark.skipif(
-    not is_available(), reason="known of CPUs with AVX512-VNNI, where W8A8 needs it"
-)
+@needs_vnni
 @pytest.mark.parametrize("width", [64, 128])
 @torch.inference_mode()
 def test_a_query_s_bits_do_not_depend_on_the_others(width: int) -> None:
@@ -57,6 +58,63 @@ def test_a_query_s_bits_do_not_depend_on_the_others(width: int) -> None:
             allow = mask[:, :, :count, :slots]
             found = attention._masked_attention(query[:, :, :count], *some, allow, None, None, None)
             assert torch.equal(found, wanted[:, :, :count]), (filled, count)
+
+
+@needs_vnni
+@pytest.mark.parametrize("width", [16, 48, 64, 128])
+@torch.inference_mode()
+def test_our_own_kernel_attends(width: int) -> None:
+    """Against float64, for 1 to 20 queries of 2 rows with slots of their own. Bug: another token's mask for a query
+    head, slots behind the last allowed one, a query whose bits depend on the others or on slots between its own."""
+    torch.manual_seed(width)
+    kernel = torch.ops.draftsmith.few_queries_attention
+    key, value = torch.randn(2, 2, 2, 90, width)[:, :, :, :70]
+    before = None
+    for count in (1, 2, 5, 9, 20):
+        query = torch.randn(2, 2, 3, 20, width, generator=torch.Generator().manual_seed(1))
+        packed = query[:, :, :, :count].reshape(2, 2, 3 * count, width)
+        allowed = torch.rand(2, 20, 70, generator=torch.Generator().manual_seed(2)) < 0.4
+        allowed = allowed[:, :count]
+        found = kernel(packed, key, value, allowed, 0.3)
+        wanted = F.scaled_dot_product_attention(
+            packed.double(),
+            key.double(),
+            value.double(),
+            allowed[:, None].repeat(1, 1, 3, 1),
+            scale=0.3,
+        )
+        torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
+        first = found.view(2, 2, 3, count, width)[:, :, :, 0]
+        assert before is None or torch.equal(first, before)
+        before = first
+    mine = allowed[0, 0].nonzero()[:, 0]  # the same slots, one after the other
+    alone = kernel(
+        packed[:1, :, :1],
+        key[:1, :, mine],
+        value[:1, :, mine],
+        torch.ones(1, 1, len(mine)).bool(),
+        0.3,
+    )
+    assert torch.equal(alone[0, :, 0], first[0, :, 0])
+
+
+@needs_vnni
+@torch.inference_mode()
+def test_our_own_kernel_shows_numbers_that_are_none() -> None:
+    """Bug: NaN that the largest score or the exponential hides; a query without any slot that divides by 0."""
+    kernel = torch.ops.draftsmith.few_queries_attention
+    query, (key, value) = torch.randn(1, 1, 3, 16), torch.randn(2, 1, 1, 40, 16)
+    query[0, 0, 0, 3] = torch.nan
+    allowed = torch.ones(1, 3, 40, dtype=torch.bool)
+    allowed[0, 1] = False
+    found = kernel(query, key, value, allowed, 1.0)[0, 0]
+    assert found[0].isnan().all()
+    assert not found[1].any()
+    assert found[2].isfinite().all()
+    key[0, 0, 7, 2] = torch.nan
+    assert kernel(query, key, value, allowed, 1.0)[0, 0, 2].isnan().all()
+    allowed[0, 2, 7] = False
+    assert kernel(query, key, value, allowed, 1.0)[0, 0, 2].isfinite().all()
 
 
 class KeysOfProducts(TorchDispatchMode):

@@ -256,9 +256,9 @@ def test_four_bits_multiply_by_what_they_stand_for(
     if by == "torch":
         monkeypatch.setattr(vnni, "is_available", lambda: False)
     weight, bias, x = torch.randn(outputs, 96), torch.randn(outputs), torch.randn(5, 96)
-    numbers, scale, zero = quantize_groups(weight)
-    scales, zeros = (part.float().repeat_interleave(32, 1) for part in (scale, zero))
-    plain = (numbers - 8) * scales + zeros
+    numbers, *floats = quantize_groups(weight)
+    scales, added = (part.repeat_interleave(32, 1) for part in floats)
+    plain = numbers * scales + added
     assert ((plain - weight).abs() <= 0.6 * scales).all()
     layer = Int4Linear.from_weight(weight, bias)
     torch.testing.assert_close(layer.weight, plain, atol=0.01, rtol=0.01)
@@ -543,7 +543,7 @@ def test_what_w8a8_is_not_for_is_refused(tmp_path: Path) -> None:
     folder = worlds.save(tmp_path, tiny_model("llama", vocab_size=268), worlds.byte_tokenizer())
     with pytest.raises(UserError, match="target .* dtype int4 is for drafts"):
         load_target(str(folder), "cpu", "int4")
-    with pytest.raises(UserError, match="dtype 'w4a4': choose among .* w8a8, int4"):
+    with pytest.raises(UserError, match="dtype 'w4a4': choose among .* w8a8, w4a8, int4"):
         load_target(str(folder), "cpu", "w4a4")
     model = w8a8_model("llama")
     with pytest.raises(UserError, match="a model in w8a8 can be neither saved nor trained"):
