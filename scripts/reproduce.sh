@@ -4,7 +4,7 @@
 # Every family is trained for 300 steps on the same answers and measured too.
 # These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: hours.
 # Run again, it continues where it stopped. GSM8K=FILE reads the questions from a .jsonl file.
-# With the argument qwen2.5-coder: that pair in W8A8, its fidelity, and its table beside llama.cpp (LLAMA_SERVER: its server).
+# With the argument qwen2.5-coder: that pair in four bits, its fidelity, and its table beside llama.cpp (LLAMA_SERVER: its server).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -14,7 +14,7 @@ if [ "${1:-smollm2}" = qwen2.5-coder ]; then
   out=outputs/qwen2.5-coder
   bash scripts/get_models.sh qwen2.5-coder
   python train/distill.py --config configs/qwen2.5-coder/draft.yaml
-  python eval/fidelity.py --target outputs/models/Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf --dtypes '[w8a8, bfloat16]' \
+  python eval/fidelity.py --target outputs/models/Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf --dtypes '[w4a8, w8a8, bfloat16]' \
     --samples assets/qwen2.5-coder-answers --limit 116 --out $out/fidelity.json
   python eval/run.py --config configs/qwen2.5-coder/eval.yaml
   exit

@@ -26,6 +26,8 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack
 from decode.model.linear import PackedLinear
 from decode.model.loading import Target, load_target
+from decode.model.quantized.int4 import Int4Linear
+from decode.model.quantized.layers import QuantizedLinear
 from decode.model.quantized.vnni import is_available
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
@@ -49,7 +51,7 @@ MOST_VERIFIED = 16
 """Rows up to which one text is verified; more rows are a batch of texts."""
 PLAIN = SamplingParams()
 Product = Callable[[Tensor], Tensor]
-Layer = nn.Linear | W8A8Linear
+Layer = nn.Linear | W8A8Linear | Int4Linear
 
 
 def linear_layers(model: nn.Module) -> list[Layer]:
@@ -62,6 +64,8 @@ def linear_layers(model: nn.Module) -> list[Layer]:
 
 def bytes_of(layer: Layer) -> int:
     """Bytes of its weight that a product reads."""
+    if isinstance(layer, Int4Linear):
+        return layer.packed.nbytes
     each = 1 if isinstance(layer, W8A8Linear) else layer.weight.element_size()
     return each * numbers_of(layer)
 
@@ -79,17 +83,27 @@ def rounded_weight_product(layer: nn.Linear) -> Product:
     return lambda x: torch._weight_int8pack_mm(x, rounded, scale)
 
 
+def few_bits_product(layer: Layer) -> Product:
+    """That of the layer's own numbers with inputs of `input_dtype`."""
+    ops = torch.ops.draftsmith
+    if isinstance(layer, Int4Linear):
+        return lambda x: ops.int4_product(x, layer.packed, layer.out_features)
+    assert isinstance(layer, W8A8Linear)
+    return lambda x: ops.int8_product(x, layer.values, layer.scale, layer.offset)
+
+
+def input_dtype(layer: Layer) -> torch.dtype:
+    """What its kernels are given: those of eight bits take inputs that are rounded already."""
+    if isinstance(layer, W8A8Linear):
+        return torch.uint8
+    return torch.float32 if isinstance(layer, Int4Linear) else layer.weight.dtype
+
+
 def kernels(layer: Layer) -> dict[str, Callable[[Any], Product]]:
     """{name: how it multiplies by layers like this one}: torch's way, and on a CPU the decoder's and that by rounded
-    weights. In W8A8 only that of whole numbers: rotating and rounding inputs is not in it."""
-    if isinstance(layer, W8A8Linear):
-        return {
-            "w8a8": lambda layer: (
-                lambda x: torch.ops.draftsmith.int8_product(
-                    x, layer.values, layer.scale, layer.offset
-                )
-            )
-        }
+    weights. In few bits only those of whole numbers: rotating and rounding the inputs of eight bits is not in it."""
+    if isinstance(layer, QuantizedLinear):
+        return {"few bits": few_bits_product}
     device = layer.weight.device
     linear = {"linear": lambda layer: lambda x: nn.functional.linear(x, layer.weight, layer.bias)}
     if device.type != "cpu":
@@ -116,17 +130,20 @@ def time_products(
 ) -> dict[str, list[float]]:
     """{kernel: milliseconds of one product with every layer, for each of these numbers of rows}."""
     first = layers[0]
-    own = torch.uint8 if isinstance(first, W8A8Linear) else first.weight.dtype
     device = next(first.parameters()).device
     found: dict[str, list[float]] = {}
-    widths = {layer.in_features for layer in layers}
+    kinds = {(layer.in_features, input_dtype(layer)) for layer in layers}
     for name, kernel in kernels(first).items():
-        products = [(layer.in_features, kernel(layer)) for layer in layers]
-        dtype = torch.bfloat16 if name == "int8" else own
+        products = [((layer.in_features, input_dtype(layer)), kernel(layer)) for layer in layers]
         found[name] = []
         for count in rows:
-            inputs = {w: torch.ones(count, w, device=device, dtype=dtype) for w in widths}
-            multiply = lambda: [product(inputs[w]) for w, product in products]  # noqa: B023, E731
+            inputs = {
+                (width, own): torch.ones(
+                    count, width, device=device, dtype=torch.bfloat16 if name == "int8" else own
+                )
+                for width, own in kinds
+            }
+            multiply = lambda: [product(inputs[x]) for x, product in products]  # noqa: B023, E731
             found[name].append(fastest_ms(multiply, repeats, device))
     return found
 
@@ -352,9 +369,9 @@ def measure_floor(s: FloorConfig) -> None:
     if not s.rows:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
-    if s.dtype == "w8a8" and not is_available():
+    if s.dtype in ("w8a8", "w4a8") and not is_available():
         raise UserError(
-            "dtype w8a8 has a floor where the CPU has products of eight bits (AVX512-VNNI) alone"
+            f"dtype {s.dtype} has a floor where the CPU has products of eight bits (AVX512-VNNI) alone"
         )
     target = load_target(s.target, s.device, s.dtype, s.revision)
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
+from decode.model.quantized.int4 import Int4Linear
 from decode.model.quantized.vnni import ZERO_POINT, is_available
 from decode.model.quantized.w8a8 import W8A8Linear
 from eval.settings.evaluation import Task
@@ -36,9 +37,13 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
 def test_whole_numbers_are_multiplied_by_the_layer() -> None:
     """Catches another zero point, and bytes of float weights."""
     layer = W8A8Linear.from_weight(torch.randn(96, 64), None)
-    multiply = floor_work.kernels(layer)["w8a8"](layer)
+    multiply = floor_work.kernels(layer)["few bits"](layer)
     assert not multiply(torch.full((3, 64), ZERO_POINT, dtype=torch.uint8)).any()
     assert floor_work.bytes_of(layer) == 96 * 64
+    few = Int4Linear.from_weight(torch.randn(96, 64), None)
+    x = torch.randn(3, 64)
+    assert torch.equal(floor_work.kernels(few)["few bits"](few)(x), few(x))
+    assert floor_work.bytes_of(few) == 96 * 64 * 5 // 8
 
 
 def test_layers_are_the_models_own() -> None:
