@@ -21,7 +21,7 @@ GROUP = 32
 LEVELS = 15
 MIDDLE = 8
 """The number that torch's kernel takes for 0: it multiplies by (number - MIDDLE) * scale + zero."""
-OFF_STEP = 0.05
+OFF_STEP = 0.1
 """How far, in steps, numbers of four bits may lie from their places: they may have been rounded to bf16 since."""
 ROWS = 64
 """Rows of the identity that are multiplied at once, to read a weight."""

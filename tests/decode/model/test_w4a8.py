@@ -1,5 +1,6 @@
 """W4A8: weights that have four bits already keep them, and rows that do not depend on each other decode as plain."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def four_bits(outputs: int, inputs: int) -> Tensor:
     return (groups * step + offset).flatten(1)
 
 
+def as_awq(outputs: int, inputs: int) -> Tensor:
+    """As GPTQ and AWQ mean their numbers: a step and a zero point for more than 32 inputs, here 64."""
+    groups = torch.randint(0, 16, (outputs, inputs // 64, 64)) - torch.randint(
+        0, 16, (outputs, 1, 1)
+    )
+    return (groups * (torch.rand(outputs, inputs // 64, 1) + 0.1)).flatten(1)
+
+
 def by_gguf(kind: str, outputs: int, inputs: int) -> Tensor:
     stored = gguf.quantize(np.random.randn(outputs, inputs).astype(np.float32), OF_FOUR_BITS[kind])
     return torch.from_numpy(gguf.dequantize(stored, OF_FOUR_BITS[kind]))
@@ -64,12 +73,15 @@ def four_bit_model() -> Any:
         ("Q4_K", torch.float32),
         ("Q4_0", torch.float32),
         ("Q4_0", torch.bfloat16),
+        ("AWQ", torch.float16),
+        ("AWQ", torch.bfloat16),
         ("Q4_1", torch.bfloat16),
     ],
 )
 def test_four_bits_are_found_again(kind: str, dtype: torch.dtype) -> None:
     """Bug: steps taken from the ends of a group that uses neither 0 nor 15; groups of one number that divide by 0."""
-    weight = four_bits(20, 96) if kind == "Q4_K" else by_gguf(kind, 20, 96)
+    made = {"Q4_K": four_bits, "AWQ": as_awq}.get(kind, partial(by_gguf, kind))
+    weight = made(20, 192)
     found = stored_groups(weight.to(dtype))
     assert found is not None
     numbers, scale, added = found
