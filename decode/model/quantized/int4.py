@@ -41,7 +41,7 @@ def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def stored_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """The same of a weight in which each group has at most 16 different numbers, at equal distances, as blocks of Q4_0,
-    Q4_1, Q4_K, Q2_K, AWQ and GPTQ do. None for another weight."""
+    Q4_1 and Q4_K and groups of AWQ and GPTQ do. None for another weight."""
     if weight.shape[1] % GROUP:
         return None
     found = []
