@@ -12,7 +12,7 @@ could make its own rounding look large. Of a target that this process does not h
 is computed in the model's own type as well, by one pass over the whole text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -148,14 +148,13 @@ def measure_pair(
 
 
 def find_mismatches(
-    model: Any,
     items: Sequence[TaskPrompt],
     references: Sequence[list[int]],
     outputs: Sequence[list[int]],
-    k: int,
+    measure: Callable[[TaskPrompt, list[int], tuple[int, int]], Sequence[float]],
 ) -> list[GreedyMismatch]:
-    """The outputs that are not their reference, each with its first difference and whether that is a tie. k: drafted
-    tokens per round."""
+    """The outputs that are not their reference, each with its first difference and whether that is a tie. `measure`
+    gives what `measure_pair` does for an item, the tokens before the difference and the two that differ."""
     mismatches = []
     for item, reference, output in zip(items, references, outputs, strict=True):
         at = first_difference(reference, output)
@@ -165,7 +164,7 @@ def find_mismatches(
             mismatches.append(GreedyMismatch(item.task, item.id, at, None, None, False))
             continue
         pair = reference[at], output[at]
-        gap, noise = measure_pair(model, item.prompt_ids, reference[:at], pair, k)
+        gap, noise = measure(item, reference[:at], pair)
         mismatches.append(GreedyMismatch(item.task, item.id, at, gap, noise, tie=abs(gap) <= noise))
     return mismatches
 

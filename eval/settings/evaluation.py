@@ -302,8 +302,8 @@ class TransferConfig:
     """data_curve.json of this draft's training."""
     device: str = "auto"
     dtype: str | list[str] = "float32"
-    """float32, bfloat16, float16, w8a8, w4a8, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has one
-    for each target, so that a target can be compared with itself in another one."""
+    """float32, bfloat16, float16, w8a8, w4a8, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has
+    one for each target, so that a target can be compared with itself in another one."""
     out: str = ""
     """File for the JSON of the last line; empty: none."""
 

@@ -47,7 +47,11 @@ def verdict_on(
     model: Any, item: TaskPrompt, answer: list[int], outputs: Sequence[list[int]]
 ) -> Any:
     items = [replace(item, id=str(i)) for i in range(len(outputs))]
-    found = greedy_equivalence.find_mismatches(model, items, [answer] * len(items), outputs, K)
+
+    def measure(item: TaskPrompt, before: list[int], pair: tuple[int, int]) -> tuple[float, float]:
+        return greedy_equivalence.measure_pair(model, item.prompt_ids, before, pair, K)
+
+    found = greedy_equivalence.find_mismatches(items, [answer] * len(items), outputs, measure)
     return greedy_equivalence.greedy_verdict(items, found)
 
 
