@@ -78,7 +78,7 @@ def four_bit_model() -> Any:
         ("Q4_1", torch.bfloat16),
     ],
 )
-def test_four_bits_are_found_again(kind: str, dtype: torch.dtype) -> None:
+def test_a_weight_of_four_bits_gives_its_numbers(kind: str, dtype: torch.dtype) -> None:
     """Bug: steps taken from the ends of a group that uses neither 0 nor 15; groups of one number that divide by 0."""
     made = {"Q4_K": four_bits, "AWQ": as_awq}.get(kind, partial(by_gguf, kind))
     weight = made(20, 192)
