@@ -320,22 +320,20 @@ def _gpu_utilisation(work: EvalContext) -> float | None:
 def _greedy_mismatches(
     work: EvalContext, method: Method, records: Sequence[DecodeRecord]
 ) -> list[greedy_equivalence.GreedyMismatch]:
-    """A difference is measured once for all methods whose text has it, by rounds of up to the longest K: it takes up to
-    half a minute of a CPU."""
+    """A difference is measured once for all methods of one K whose text has it: it takes up to half a minute."""
     prompts = {(item.task, item.id): item for item in work.items}
     references = [work.references[r.task, r.id] for r in records]
     different = sum(r.output_ids != ids for r, ids in zip(records, references, strict=True))
     if different == 0:
         return []
     bar = work.progress.add_task(f"first differences of {method.name}", total=different)
-    longest = max(m.k for m in work.methods)
 
     def measure(item: TaskPrompt, answer: list[int], pair: tuple[int, int]) -> Sequence[float]:
-        key = ["difference", item.task, item.id, len(answer), *pair]
+        key = ["difference", item.task, item.id, len(answer), *pair, method.k]
         found: Sequence[float] = work.journal.get_or_measure(
             key,
             lambda: greedy_equivalence.measure_pair(
-                work.model, item.prompt_ids, answer, pair, longest
+                work.model, item.prompt_ids, answer, pair, method.k
             ),
         )
         work.progress.advance(bar)
