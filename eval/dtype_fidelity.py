@@ -19,11 +19,13 @@ from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.model.quantized.conversion import INT4_TARGET
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
+from eval.checks.answer_quality import compare_answer_quality, score_answer
 from eval.checks.target_drift import TokenDrift, compare_on_text
 from eval.metrics.bootstrap import Array, Ratio, paired_difference
 from eval.reporting.formatting import format_estimate, format_number
+from eval.results.report import QualityScore
 from eval.settings.evaluation import FidelityConfig
-from eval.tasks.loading import load_fitting_prompts
+from eval.tasks.loading import TaskPrompt, load_fitting_prompts
 from eval.tasks.row_files import parquet_rows
 
 FIRST = 4
@@ -57,6 +59,8 @@ class FidelityEntry:
     """TV minus that of the first dtype."""
     first_positions: dict[str, float]
     """tv, same_top1 and kl at the first positions of the texts."""
+    scores: list[QualityScore]
+    """Of its greedy answers to the tasks `scored`; `plain` and `difference` are those of the reference."""
 
 
 def check(s: FidelityConfig) -> None:
@@ -146,8 +150,30 @@ def at(drift: TokenDrift, places: Array) -> TokenDrift:
     return TokenDrift(*(column[places] for column in vars(drift).values()))
 
 
+Marks = dict[tuple[str, str], float | None]
+"""Scores of answers by (task, id) of their prompts."""
+
+
+def mark_answers(s: FidelityConfig, target: Target, items: Sequence[TaskPrompt]) -> Marks:
+    """The scores of the target's greedy answers to these prompts."""
+    marks: Marks = {}
+    if not items:
+        return marks
+    prompts = [item.prompt_ids for item in items]
+    answers = decode(target, None, prompts, rows=s.rows, max_new_tokens=s.max_new_tokens)
+    for item, answer in zip(items, answers, strict=True):
+        marks[item.task, item.id] = score_answer(
+            item, answer.output_ids, target.tokenizer, s.run_code
+        )
+    return marks
+
+
 def entry(
-    record: TargetRecord, dtype: str, scores: DtypeScores, other: DtypeScores
+    record: TargetRecord,
+    dtype: str,
+    scores: DtypeScores,
+    other: DtypeScores,
+    quality: list[QualityScore],
 ) -> FidelityEntry:
     """What the scores of a dtype say; `other` are those of the first one."""
     old, new = scores.ratio("nll_old"), scores.ratio("nll_new")
@@ -170,6 +196,7 @@ def entry(
             name: float(np.concatenate([vars(x)[column] for x in scores.first]).mean())
             for name, column in first.items()
         },
+        scores=quality,
     )
 
 
@@ -181,12 +208,15 @@ def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEn
         raise UserError("no text has an answer: give other tasks or samples")
     tokens = sum(len(x.labels) for x in texts)
     console.print(f"{len(texts)} texts with {tokens:,} tokens of answers", highlight=False)
+    items = load_fitting_prompts(s.scored, old) if s.scored else []
+    wanted = mark_answers(s, old, items)
     found: list[DtypeScores] = []
     entries = []
     for dtype in s.dtypes:
         new = load_target(s.target, s.device, dtype, s.revision)
         found.append(score(old, new, texts))
-        entries.append(entry(new.describe(), dtype, found[-1], found[0]))
+        quality = compare_answer_quality(items, mark_answers(s, new, items), wanted, 0)
+        entries.append(entry(new.describe(), dtype, found[-1], found[0], quality))
         console.print(f"compared {dtype} with {s.reference}", highlight=False)
     return entries, len(texts), tokens
 
@@ -211,6 +241,10 @@ def report_fidelity(s: FidelityConfig) -> None:
     }
     for name, cell in rows.items():
         table.add_row(name, *map(cell, entries))
+    for line in zip(*(x.scores for x in entries), strict=True):
+        name = f"{line[0].metric}, {line[0].prompts} prompts (reference {line[0].plain:.3f})"
+        table.add_row(name, *(format_estimate(x.value, 3) for x in line))
+        table.add_row("its difference", *(format_estimate(x.difference, 3) for x in line))
     console.print(table)
     facts = {"target": s.target, "reference": s.reference, "texts": texts, "tokens": tokens}
     facts |= {"dtypes": to_json(entries), **to_json(provenance.collect())}

@@ -333,6 +333,11 @@ class FidelityConfig:
     """A folder of train/sample.py, whose answers are taken in place of the tasks'."""
     limit: CountOrZero = 0
     """Texts to take from `samples`, from the start; 0 takes all."""
+    scored: list[Task] = field(default_factory=list)
+    """Tasks with right answers, such as gsm8k and humaneval: reference and dtypes answer them greedily, and their
+    scores are compared."""
+    run_code: bool = False
+    """Run the code of such answers to score it, as in eval/run.py: only for models that you trust."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     seed: Seed = 0

@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from decode.engine.engine import decode
 from decode.model.loading import load_target
 from eval import dtype_fidelity as fidelity
 from eval.checks.target_drift import compare_on_text
 from eval.dtype_fidelity import AnsweredText, DtypeScores
-from eval.settings.evaluation import FidelityConfig
+from eval.settings.evaluation import FidelityConfig, Task
+from eval.tasks.loading import load_task_prompts
 from tests import worlds
 from tests.tiny import noisy, tiny_model, tiny_target
 from tests.worlds import World
@@ -76,6 +79,34 @@ def test_a_dtype_is_compared_on_the_target_s_answers(world: World, tmp_path: Pat
     assert w8a8["reference_perplexity"] == bf16["reference_perplexity"]
     assert bf16["tv_difference"] == pytest.approx(bf16["tv"] - w8a8["tv"])
     assert w8a8["tv_difference_ci"] == [0, 0]
+
+
+def test_greedy_answers_are_scored(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the reference's answers are taken for the dtype's, or scores are of other prompts or not greedy."""
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"zq{n} and {n}", "answer": f"#### {n}"} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Task("gsm8k", str(path))
+    old, new = (load_target(str(world.target), "cpu", dtype) for dtype in ("float32", "bfloat16"))
+    items = load_task_prompts(task, old)
+    own, other = (
+        {x.id: decode(t, None, [x.prompt_ids], max_new_tokens=16)[0].output_ids for x in items} for t in (old, new)
+    )  # fmt: skip
+    monkeypatch.setattr(
+        fidelity, "score_answer", lambda item, ids, tokenizer, run_code: float(ids == own[item.id])
+    )
+    s = FidelityConfig(
+        target=str(world.target), dtypes=["bfloat16"], scored=[task], max_new_tokens=16, rows=4, device="cpu",
+        tasks=[Task("own", str(world.prompts))],
+    )  # fmt: skip
+    [found] = fidelity.compare_dtypes(s, Console(quiet=True))[0][0].scores
+    equal = sum(own[x] == other[x] for x in own) / len(own)
+    assert equal < 1
+    assert (found.metric, found.prompts, found.plain) == ("exact match", 6, 1.0)
+    assert found.value.value == pytest.approx(equal)
+    assert found.difference.value == pytest.approx(equal - 1)
 
 
 def test_texts_of_a_sampled_set(world: World, tmp_path: Path) -> None:
