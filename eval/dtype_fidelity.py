@@ -10,10 +10,12 @@ from rich.table import Table
 
 from decode.common import files, provenance
 from decode.common.errors import UserError
+from decode.common.progress import ProgressBars, progress_bars
 from decode.common.run_dir import check_file
 from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate, to_json
-from decode.engine.engine import decode
+from decode.engine.engine import speculate
+from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.model.quantized.conversion import INT4_TARGET
@@ -87,16 +89,32 @@ def answered_texts(s: FidelityConfig, target: Target) -> list[AnsweredText]:
     """The texts that are compared: of a sampled set, or the target's own answers to the tasks' prompts."""
     if s.samples:
         return list(sampled_texts(s, target))
-    prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
-    records = decode(
-        target, None, prompts, rows=s.rows, max_new_tokens=s.max_new_tokens, seed=s.seed, sampling=SamplingParams(1.0)
-    )  # fmt: skip
+    items = load_fitting_prompts(s.tasks, target)
+    records = answer_prompts(s, target, items, SamplingParams(1.0))
     texts = [(x.prompt_ids, x.output_ids) for x in records]
     return [
         AnsweredText([*prompt, *answer], np.arange(len(prompt), len(prompt) + len(answer)))
         for prompt, answer in texts
         if answer
     ]
+
+
+def answer_prompts(
+    s: FidelityConfig, target: Target, items: Sequence[TaskPrompt], sampling: SamplingParams
+) -> list[DecodeRecord]:
+    """The target's answers to these prompts, counted on the screen."""
+    prompts = [item.prompt_ids for item in items]
+
+    def rounds(bars: ProgressBars) -> Iterator[RoundRecord]:
+        bar = bars.add_task(f"answering in {target.identity.dtype}", total=len(prompts))
+        for record in speculate(
+            target, None, prompts, rows=s.rows, max_new_tokens=s.max_new_tokens, seed=s.seed, sampling=sampling
+        ):  # fmt: skip
+            bars.advance(bar, int(record.finished is not None))
+            yield record
+
+    with progress_bars() as bars:
+        return collect_outputs(prompts, rounds(bars))
 
 
 def shard_files(samples: str) -> list[Path]:
@@ -139,10 +157,13 @@ class DtypeScores:
 def score(old: Target, new: Target, texts: Sequence[AnsweredText]) -> DtypeScores:
     """The two targets on these texts."""
     answers, first = [], []
-    for text in texts:
-        drift = compare_on_text(old, new, text.ids)
-        answers.append(at(drift, text.labels - 1))
-        first.append(at(drift, np.arange(min(FIRST, len(drift.kl)))))
+    with progress_bars() as bars:
+        bar = bars.add_task(f"comparing {new.identity.dtype}", total=len(texts))
+        for text in texts:
+            drift = compare_on_text(old, new, text.ids)
+            answers.append(at(drift, text.labels - 1))
+            first.append(at(drift, np.arange(min(FIRST, len(drift.kl)))))
+            bars.advance(bar)
     return DtypeScores(answers, first)
 
 
@@ -159,8 +180,7 @@ def mark_answers(s: FidelityConfig, target: Target, items: Sequence[TaskPrompt])
     marks: Marks = {}
     if not items:
         return marks
-    prompts = [item.prompt_ids for item in items]
-    answers = decode(target, None, prompts, rows=s.rows, max_new_tokens=s.max_new_tokens)
+    answers = answer_prompts(s, target, items, SamplingParams())
     for item, answer in zip(items, answers, strict=True):
         marks[item.task, item.id] = score_answer(
             item, answer.output_ids, target.tokenizer, s.run_code
@@ -217,7 +237,6 @@ def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEn
         found.append(score(old, new, texts))
         quality = compare_answer_quality(items, mark_answers(s, new, items), wanted, 0)
         entries.append(entry(new.describe(), dtype, found[-1], found[0], quality))
-        console.print(f"compared {dtype} with {s.reference}", highlight=False)
     return entries, len(texts), tokens
 
 
