@@ -117,8 +117,8 @@ def duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in B, KiB, MiB or GiB."""
-    for unit, limit in (("B", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
-        if count < limit:
-            return f"{count * 2**10 / limit:,.0f} {unit}"
-    return f"{count / 2**30:,.1f} GiB"
+    """A number of bytes in B, kB, MB or GB of powers of ten."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} B"

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints.draft_folder import METADATA_FILE
+from decode.common.progress import format_bytes
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.model.loading import Target
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
 from train.planning.estimates import TABLE_WIDTH
-from train.planning.resources import format_bytes
 from train.settings.training import LoopConfig
 from train.trainer import collective
 from train.trainer.acceptance_eval import AcceptanceEval

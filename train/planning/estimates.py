@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from decode.common.progress import format_bytes
 from decode.model import attention, compatibility
 from decode.model.loading import find_dtype, load_config
 from train.data import batching, mixture
 from train.data.sample_store import SampleRow
 from train.planning import resources
-from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload, made_up_rows
 from train.settings.training import LoopConfig
 from train.trainer.on_policy import OnPolicyBuffer

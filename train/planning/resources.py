@@ -102,11 +102,6 @@ def reading_memory(run: ShapeRun, rows: int, tokens: int, slots: int) -> tuple[i
     return cache, memory.peak.total() - memory.peak[shape_run.LOGITS] - before - cache
 
 
-def format_bytes(count: float) -> str:
-    """In GB of 10^9 bytes, or in MB below that."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
 def generation_memory(
     s: OnPolicyConfig, run: ShapeRun, load: StepWorkload, max_length: int
 ) -> dict[str, int]:

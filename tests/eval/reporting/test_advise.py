@@ -131,7 +131,7 @@ def test_advice_is_filled_in_with_the_report_s_numbers(report: dict[str, Any]) -
     assert "**Switch it on: eagle3 at K = 3, temperature 0, batch 1.**" in text
     assert "GPU use 92 %, 180 tokens per reply" in text
     assert "1/20 of the target" in text
-    assert "15.7 GiB needed, 22.4 GiB available" in text
+    assert "16.8 GB needed, 24.0 GB available" in text
     assert "Other methods on the same prompts: ngram 0.70× [0.60, 0.80]." in text
     assert "breaks even at 1.22" in text  # τ 2.345 at 1.92× the speed
     assert "Not tuned: K = 3 was given" in text

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from decode.checkpoints import eagle_layouts, layouts
 from decode.common import chat_template as common_chat_template
+from decode.common.progress import format_bytes
 from decode.common.settings import parse_settings
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
@@ -38,7 +39,6 @@ from train.data.prompt_pipeline import TargetTokenizer
 from train.families.dflash import default_taps
 from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
-from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
 from train.sampling.config import SampleConfig
 from train.sampling.rows import make_row
