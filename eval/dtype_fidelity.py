@@ -177,15 +177,11 @@ Marks = dict[tuple[str, str], float | None]
 
 def mark_answers(s: FidelityConfig, target: Target, items: Sequence[TaskPrompt]) -> Marks:
     """The scores of the target's greedy answers to these prompts."""
-    marks: Marks = {}
-    if not items:
-        return marks
-    answers = answer_prompts(s, target, items, SamplingParams())
-    for item, answer in zip(items, answers, strict=True):
-        marks[item.task, item.id] = score_answer(
-            item, answer.output_ids, target.tokenizer, s.run_code
-        )
-    return marks
+    answers = answer_prompts(s, target, items, SamplingParams()) if items else []
+    return {
+        (item.task, item.id): score_answer(item, x.output_ids, target.tokenizer, s.run_code)
+        for item, x in zip(items, answers, strict=True)
+    }
 
 
 def entry(
@@ -223,12 +219,12 @@ def entry(
 def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEntry], int, int]:
     """(an entry for each dtype, texts, tokens of their answers)."""
     old = use_template(load_target(s.target, s.device, s.reference, s.revision), s.template, [])
+    items = load_fitting_prompts(s.scored, old) if s.scored else []
     texts = answered_texts(s, old)
     if not texts:
         raise UserError("no text has an answer: give other tasks or samples")
     tokens = sum(len(x.labels) for x in texts)
     console.print(f"{len(texts)} texts with {tokens:,} tokens of answers", highlight=False)
-    items = load_fitting_prompts(s.scored, old) if s.scored else []
     wanted = mark_answers(s, old, items)
     found: list[DtypeScores] = []
     entries = []

@@ -7,8 +7,8 @@ The target in `reference` answers the prompts at temperature 1, or the answers o
 them. At each token of an answer it compares the two distributions: their total variation (TV), whether their most
 probable tokens are one, KL(reference || dtype) and the perplexity of both. The first positions of a text are apart:
 little is known there, a few channels are very large, and rounding is at its worst. Tasks `scored` are answered greedily
-in each dtype, and the scores compared. Intervals are of the bootstrap over
-prompts, differences of dtypes over the same ones. Both models are in memory. The last line is JSON.
+in each dtype, and the scores compared. Intervals are of the bootstrap over prompts, differences of dtypes over the same
+ones. Both models are in memory. The last line is JSON.
 """
 
 import sys
