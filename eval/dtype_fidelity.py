@@ -175,6 +175,18 @@ Marks = dict[tuple[str, str], float | None]
 """Scores of answers by (task, id) of their prompts."""
 
 
+def scored_prompts(s: FidelityConfig, target: Target) -> list[TaskPrompt]:
+    """Those of the tasks `scored`. UserError for a task of code unless code may be run."""
+    items = load_fitting_prompts(s.scored, target) if s.scored else []
+    code = [item.task for item in items if item.metric == "code"]
+    if code and not s.run_code:
+        raise UserError(
+            f"scored: answers to {code[0]} are scored by running them: give --run_code true if you trust the model, "
+            "or leave it out"
+        )
+    return items
+
+
 def mark_answers(s: FidelityConfig, target: Target, items: Sequence[TaskPrompt]) -> Marks:
     """The scores of the target's greedy answers to these prompts."""
     answers = answer_prompts(s, target, items, SamplingParams()) if items else []
@@ -219,7 +231,7 @@ def entry(
 def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEntry], int, int]:
     """(an entry for each dtype, texts, tokens of their answers)."""
     old = use_template(load_target(s.target, s.device, s.reference, s.revision), s.template, [])
-    items = load_fitting_prompts(s.scored, old) if s.scored else []
+    items = scored_prompts(s, old)
     texts = answered_texts(s, old)
     if not texts:
         raise UserError("no text has an answer: give other tasks or samples")

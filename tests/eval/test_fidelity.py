@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.loading import load_target
 from eval import dtype_fidelity as fidelity
@@ -107,6 +108,19 @@ def test_greedy_answers_are_scored(
     assert (found.metric, found.prompts, found.plain) == ("exact match", 6, 1.0)
     assert found.value.value == pytest.approx(equal)
     assert found.difference.value == pytest.approx(equal - 1)
+
+
+def test_code_is_not_scored_without_running_it(world: World, tmp_path: Path) -> None:
+    """Bug: targets answer a task of code for minutes, and nothing can be scored."""
+    path = tmp_path / "humaneval.jsonl"
+    row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
+    path.write_text(json.dumps(row | {"canonical_solution": "    return 1\n"}) + "\n")
+    s = FidelityConfig(target=str(world.target), scored=[Task("humaneval", str(path))])
+    target = load_target(str(world.target), "cpu", "float32")
+    with pytest.raises(UserError, match="run_code true"):
+        fidelity.scored_prompts(s, target)
+    s.run_code = True
+    assert [item.metric for item in fidelity.scored_prompts(s, target)] == ["code"]
 
 
 def test_texts_of_a_sampled_set(world: World, tmp_path: Path) -> None:
