@@ -371,7 +371,7 @@ class SpeculativeEngine:
         """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
         compiled = self.mode in COMPILED
         if self.mode == "compiled" and self.device.type == "cpu":
-            self._mark_dynamic_slots()
+            self._mark_dynamic_slots(state.history)
         run = partial(
             run_round, self.target, self.draft, state, config, compiled=compiled,
             skip_draft=skip_draft,
@@ -399,12 +399,13 @@ class SpeculativeEngine:
             self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
         return AsyncHostCopy(self.graphs[key]())
 
-    def _mark_dynamic_slots(self) -> None:
-        """Makes compiled code of any number of slots where it can be: also for engines that do not grow, so that all
-        engines of a target run one code."""
+    def _mark_dynamic_slots(self, history: Tensor) -> None:
+        """Makes compiled code of any number of slots, and of tokens of the `history` [B, S], where it can be: also for
+        engines that do not grow, so that all engines of a target run one code."""
         target, draft = self.target.runner, self.draft
         if target.can_grow:
             target.cache.mark_dynamic()
+            torch._dynamo.maybe_mark_dynamic(history, 1)
         if draft is not None and draft.can_grow():
             for cache in draft.kv_caches():
                 cache.mark_dynamic()

@@ -129,6 +129,24 @@ def test_fewer_prompts_than_rows_compile_nothing_anew(graphs: list[int]) -> None
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("name", ["ngram", pytest.param("causal", marks=pytest.mark.slow)])
+def test_longer_requests_compile_nothing_anew(
+    name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a minute of compilation before the first answer to a prompt that is longer than those before it."""
+    monkeypatch.setattr(engines, "BUCKET_OF_ONE", 8)
+    target = tiny_target(tiny_model("llama"))
+    engine = SpeculativeEngine(target, make(name, target), k=3, mode="compiled")
+    made = []
+    for length in (4, 21, 40):
+        prompts = [[1 + i % (VOCAB - 1) for i in range(length)]]
+        want = decode(target, make(name, target), prompts, k=3, max_new_tokens=12)
+        got = collect_outputs(prompts, engine.speculate(prompts, max_new_tokens=12))
+        assert texts(got) == texts(want)
+        made.append(len(graphs))
+    assert made[-1] <= {"ngram": 3}.get(name, 2)
+
+
 @pytest.mark.slow
 def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
     """Catches guards left out that told models apart: weights are constants of the code, so it would say another
