@@ -113,7 +113,12 @@ def test_greedy_answers_are_scored(
 def test_code_is_not_scored_without_running_it(world: World, tmp_path: Path) -> None:
     """Bug: targets answer a task of code for minutes, and nothing can be scored."""
     path = tmp_path / "humaneval.jsonl"
-    row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": "def f():\n",
+        "test": "def check(f): pass",
+        "entry_point": "f",
+    }
     path.write_text(json.dumps(row | {"canonical_solution": "    return 1\n"}) + "\n")
     s = FidelityConfig(target=str(world.target), scored=[Task("humaneval", str(path))])
     target = load_target(str(world.target), "cpu", "float32")
