@@ -129,6 +129,7 @@ def test_fewer_prompts_than_rows_compile_nothing_anew(graphs: list[int]) -> None
     assert len(graphs) == 1
 
 
+@pytest.mark.skipif(not CAN_SKIP_TRACES, reason="code of any number of slots needs torch 2.13")
 @pytest.mark.parametrize("name", ["ngram", pytest.param("causal", marks=pytest.mark.slow)])
 def test_longer_requests_compile_nothing_anew(
     name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch
