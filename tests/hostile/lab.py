@@ -40,7 +40,7 @@ FIRST_ARGUMENT = {
 """The settings that may come first without their flags."""
 BASE = {
     "train/sample.py": "--target $lab/target --sources '[{kind: file, path: $lab/prompts.jsonl, limit: 12}]' "
-    "--max_new_tokens 6 --shard_rows 4 --device cpu --out $out",
+    "--max_new_tokens 6 --filters.min_answer 2 --shard_rows 4 --device cpu --out $out",
     "train/write_prompts.py": '--target $lab/chat --systems \'["", "Be odd."]\' --count 12 --max_new_tokens 24 '
     "--batch_size 4 --device cpu --out $out",
     "train/distill.py": "--target $lab/target --data $lab/samples --draft.init $lab/draft --loop.steps 4 "

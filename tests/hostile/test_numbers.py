@@ -34,7 +34,7 @@ NUMBERS = {
     """,
     "scripts/lab/compare_trainers.py": "eagle_vocab -1",
     "scripts/lab/data_curve.py": """
-        sizes '[5]' '[0, 5]' '[5, 5]' '[5, 100000]' | points 1 | span 1 | seeds '[]' '[0, 0]' | k 1000 |
+        sizes '[5]' '[0, 5]' '[5, 5]' '[5, 100000]' '[1, 2]' | points 1 | span 1 | seeds '[]' '[0, 0]' | k 1000 |
         temperatures '[]' '[0.0, 0.0]' | distill.loop.lr 0
     """,
     "scripts/lab/task_prompts.py": "code_count x",
