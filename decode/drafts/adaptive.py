@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.common.ranges import Share, check_ranges
-from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal
+from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal, empty_chain
 from decode.drafts.drafting import discard_draws
 from decode.drafts.settings import CONFIDENCE, Milliseconds
 from decode.drafts.wrappers import DraftWrapper
@@ -237,7 +237,7 @@ class AdaptiveDraft(DraftWrapper):
         if self.longest == 0:
             discard_draws(self.request, length, k)
             every = torch.ones_like(length, dtype=torch.bool)
-            return Proposal(history[:, :0], None, finite=every)
+            return empty_chain(history, every)
         proposal = self.inner.propose(history, length, self.longest)
         discard_draws(self.request, length, k - self.longest)
         if proposal.tree is not None:

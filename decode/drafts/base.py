@@ -78,6 +78,11 @@ class Proposal:
     text and after each drafted token. None: all tokens."""
 
 
+def empty_chain(rows: Tensor, finite: Tensor | None = None) -> Proposal:
+    """No token for any row of `rows` [B, ...]. Not a slice of it, whose stride compiled code would be made anew for."""
+    return Proposal(rows.new_empty(len(rows), 0), None, finite=finite)
+
+
 def cut_proposal(proposal: Proposal, room: Tensor) -> Proposal:
     """The proposal with NO_DRAFT for tokens that are deeper than the `room` [B] of their row."""
     if proposal.tree is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftContext, Proposal, empty_chain
 from decode.drafts.drafting import build_token_tree
 from decode.drafts.suffix_tree import SuffixMatch, SuffixTree
 from decode.verification.rules import NO_DRAFT
@@ -26,7 +26,7 @@ class GrammarDraft(Draft):
     name = "grammar"
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
-        return Proposal(history[:, :0], None)
+        return empty_chain(history)
 
 
 # ---- prompt lookup ----

@@ -14,6 +14,7 @@ from decode.drafts.base import (
     DraftContext,
     Proposal,
     cut_proposal,
+    empty_chain,
     pad_chain,
     propose_within_context,
 )
@@ -88,7 +89,7 @@ def propose_with_forced_tokens(
         chain = propose_within_context(draft, history, length, k)
     else:
         every = torch.ones_like(length, dtype=torch.bool)
-        chain = Proposal(history[:, :0], None, finite=every)
+        chain = empty_chain(history, every)
     if chain.q is None:
         discard_draws(request, length, k)
     tokens = add_forced_tokens(chain.tokens, constraint, k + request.extra)
@@ -218,7 +219,7 @@ def run_round(
     if draft is not None and skip_draft:
         # In vain, as where it is asked: a row's random numbers depend on no other row.
         discard_draws(config, state.length, config.k if draft.shape is None else 0)
-        proposal = Proposal(state.history[:, :0], None)
+        proposal = empty_chain(state.history)
     elif draft is None or constrained is None:
         proposal = draft_part(draft, state, config.k, context)
     else:
@@ -244,7 +245,7 @@ def run_round(
 def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Proposal:
     """The draft's proposal, with NO_DRAFT for tokens beyond the context and in rows that are done."""
     if draft is None:
-        return Proposal(state.history[:, :0], None)
+        return empty_chain(state.history)
     proposal = propose_within_context(draft, state.history, state.length, k)
     return cut_at_context(proposal, state, context)
 
