@@ -272,9 +272,11 @@ def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
     if proposal.tree is not None or tokens.shape[1] == 0:
         return proposal
     used = int((tokens != NO_DRAFT).sum(1).max())
-    if compiled and used > 0:
+    if used == 0:
+        return empty_chain(tokens, proposal.finite)
+    if compiled:
         return proposal
-    q = None if q is None or used == 0 else q[:, :used]
+    q = None if q is None else q[:, :used]
     return Proposal(tokens[:, :used], q, finite=proposal.finite)
 
 
