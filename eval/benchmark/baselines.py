@@ -37,7 +37,7 @@ from decode.model.seq2seq import (
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import llamacpp_baseline
-from eval.benchmark.config import is_plain_chain, requested_engines
+from eval.benchmark.config import is_plain_chain, requested_engines, vllm_dtype
 from eval.benchmark.llamacpp_baseline import LlamaCppEngine
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
@@ -186,9 +186,9 @@ def _run_vllm(
         path, k = next(m.draft for m in s.methods if m.name == method.name), method.k
         speculative = vllm_client.speculative_config(path, k)
     job = vllm_client.build_job(
-        s.target,
+        s.vllm_target or s.target,
         prompts,
-        dtype=s.dtype,
+        dtype=vllm_dtype(s),
         speculative=speculative,
         stops=[item.stop for item in items],
         max_new_tokens=s.max_new_tokens,
@@ -265,10 +265,22 @@ def _engine_entries(
                 ],
                 transformers=transformers.__version__ if engine.startswith("hf") else None,
                 **(llamacpp_baseline.described(s) if engine == "llamacpp" else {}),
+                **(_vllm_described(s, own) if engine == "vllm" else {}),
                 repaired=answers[0].get("repaired", []),
             )
         )
     return entries
+
+
+def _vllm_described(s: EvalConfig, answers: Sequence[EngineAnswer]) -> dict[str, Any]:
+    """The fields of a result that say what vLLM served, and α at each position of its drafts."""
+    served = " in ".join(
+        [Path(s.vllm_target).name, vllm_dtype(s)] if s.vllm_target else [vllm_dtype(s)]
+    )
+    counts = [[a["rounds"], *(a["by_position"] or [])] for a in answers]
+    reached = [sum(x) for x in zip(*counts, strict=True)]
+    alpha = [*map(ratio_or_none, reached[1:], reached)]
+    return {"served": served, "alpha_by_position": alpha or None}
 
 
 def _as_answer(record: DecodeRecord) -> EngineAnswer:

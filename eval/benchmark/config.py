@@ -37,11 +37,16 @@ def served_gguf(s: EvalConfig) -> str:
     return s.llama_gguf or (s.target if Path(s.target).suffix == ".gguf" else "")
 
 
+def vllm_dtype(s: EvalConfig) -> str:
+    """The dtype in which vLLM serves."""
+    return s.vllm_dtype or s.dtype
+
+
 def input_paths(s: EvalConfig) -> list[str]:
     """What the run reads: folders and files, or names of other things."""
     models = [s.target, s.original, *(x for m in s.methods for x in (m.draft, m.gguf))]
     grammars = [s.constraint.json_schema, s.constraint.grammar]
-    return [*models, s.llama_gguf, *grammars, *(task.path for task in s.tasks)]
+    return [*models, s.llama_gguf, s.vllm_target, *grammars, *(task.path for task in s.tasks)]
 
 
 def check(s: EvalConfig) -> None:
@@ -64,8 +69,8 @@ def check(s: EvalConfig) -> None:
         *((x not in ENGINES, f"compare: no engine {x!r}; there are {', '.join(ENGINES)}") for x in engines),
         ("vllm" in engines and not s.vllm_python,
          "compare vllm: give --vllm_python, an interpreter that has vLLM"),
-        ("vllm" in engines and s.dtype in QUANTIZED_DTYPES,
-         f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm"),
+        ("vllm" in engines and vllm_dtype(s) in QUANTIZED_DTYPES,
+         f"compare vllm: it has no dtype {vllm_dtype(s)}: give --vllm_dtype bfloat16"),
         ("llamacpp" in engines and s.llama_gguf and not Path(s.llama_gguf).is_file(),
          f"no file {s.llama_gguf}: correct --llama_gguf"),
         ("llamacpp" in engines and s.dtype in QUANTIZED_DTYPES and not served_gguf(s),

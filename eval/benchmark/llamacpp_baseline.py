@@ -37,7 +37,7 @@ def check(s: EvalConfig, target: Target) -> None:
         raise UserError("compare llamacpp: give it a decoder, or drop llamacpp from --compare")
 
 
-def described(s: EvalConfig) -> dict[str, str]:
+def described(s: EvalConfig) -> dict[str, Any]:
     """The fields of a result that say which llama.cpp it was, and what it served."""
     version = llama_server.server_version(llama_server.find_server(s.llama_server))
     return {"version": version, "served": Path(served_gguf(s)).name or s.dtype}

@@ -181,6 +181,9 @@ def _engine_table(engines: Sequence[EngineResult]) -> Table:
         "temperature": lambda e: f"{e.temperature:g}",
         "n": lambda e: format_number(e.prompts, 0),
         "τ": lambda e: format_number(e.tau, 2),
+        "α by position": lambda e: (
+            ", ".join(format_number(x, 2) for x in e.alpha_by_position or []) or NOT_MEASURED
+        ),
         "tokens/s": lambda e: format_number(e.tokens_per_second, 1),
         "× our plain": lambda e: format_estimate(e.speedup, 2, "×"),
         "× itself undrafted": lambda e: format_estimate(e.gain, 2, "×"),

@@ -354,9 +354,10 @@ class EngineResult(Measured):
     transformers: Version | None = None
     repaired: list[Name] = field(default_factory=list)  # functions that were corrected there
     version: Omitted[Version] = None  # of llama.cpp
-    served: Omitted[Name] = (
-        None  # its GGUF file of the target, or the dtype in which that was written
-    )
+    served: Omitted[Name] = None
+    """llama.cpp's GGUF file of the target, or the dtype in which that was written; vLLM's model and dtype."""
+    alpha_by_position: Omitted[list[float | None]] = None
+    """Of vLLM: rounds that accepted a position ÷ rounds that accepted all before it."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,10 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     else its weights in `dtype`."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
+    vllm_target: str = ""
+    """What vLLM serves, such as an int8 checkpoint of the target; empty: `target`."""
+    vllm_dtype: str = ""
+    """vLLM's dtype; empty: `dtype`."""
     check_law: CountOrZero = 0
     """Sampled tokens per method for the test that its output follows the target's distribution; 0 skips it. It needs a
     temperature above 0; 20000 tokens show a shift of 2.7 % of the probability."""

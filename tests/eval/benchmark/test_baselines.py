@@ -95,6 +95,9 @@ def test_what_vllm_is_asked(
     assert (
         baselines._run_vllm(s, eos, None, items, SamplingParams())[0]["job"]["speculative"] is None
     )
+    other = replace(s, vllm_target=str(tmp_path), vllm_dtype="bfloat16")
+    job = baselines._run_vllm(other, eos, None, items, SamplingParams())[0]["job"]
+    assert (job["target"], job["dtype"]) == (str(tmp_path), "bfloat16")
     for answer in (
         "raise SystemExit('no room for K/V')",
         """print('{"error": "no room for K/V"}')""",
@@ -102,6 +105,19 @@ def test_what_vllm_is_asked(
         script.write_text(answer)
         with pytest.raises(UserError, match="no room"):
             baselines._run_vllm(s, eos, None, items, SamplingParams())
+
+
+def test_what_vllm_counts_by_position() -> None:
+    """Bug: α of a position is divided by all rounds, or by what was drafted, instead of by what was reached."""
+    answers = [
+        {"rounds": 6, "by_position": [4, 2, 0]},
+        {"rounds": 4, "by_position": [4, 1, 0]},
+    ]
+    s = EvalConfig(dtype="w4a8", vllm_target="models/int8", vllm_dtype="bfloat16")
+    found = baselines._vllm_described(s, answers)
+    assert found == {"served": "int8 in bfloat16", "alpha_by_position": [0.8, 3 / 8, 0.0]}
+    plain = baselines._vllm_described(EvalConfig(), [{"rounds": 3, "by_position": 0}])
+    assert plain == {"served": "float32", "alpha_by_position": None}
 
 
 def test_the_worker_is_there_and_imports_nothing_of_ours() -> None:
@@ -225,7 +241,7 @@ def element(engine: str, at: int = 0, base: Sequence[EngineAnswer] | None = None
         for item in items
     }
     answers: list[EngineAnswer] = [
-        {"ids": ids, "seconds": 2.0 + at + i / 10, "rounds": 2, "accepted": None} for i in range(6)
+        {"ids": ids, "seconds": 2.0 + at + i / 10, "rounds": 2, "accepted": None, "by_position": 0} for i in range(6)
     ]
     answers[3] = {"error": "RuntimeError: no room"}
     s = EvalConfig(tasks=[Task("t")])

@@ -14,7 +14,6 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft, SuffixDraft
 from decode.engine import compiled as engine_compile
 from decode.engine import round as rounds
-from decode.engine.engine import SpeculativeEngine
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from eval.benchmark import timing
@@ -101,19 +100,14 @@ def test_nothing_is_compiled_while_a_clock_runs(
 
 
 @pytest.mark.slow
-def test_a_warm_up_of_a_few_tokens_is_caught(
+def test_a_shape_that_the_warm_up_leaves_out_is_caught(
     context: TimingContext, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above is blind if this one does not see compilation: the warm-up decodes into shorter buffers."""
-    run = timing.run_first_rounds
-
-    def short(engine: SpeculativeEngine, prompts: list[list[int]], _: int) -> None:
-        run(engine, prompts, 8)
-
-    monkeypatch.setattr("decode.engine.engine.BUCKET_OF_ONE", 128)
-    monkeypatch.setattr(timing, "run_first_rounds", short)
+    """The test above is blind if this one does not see compilation: the last batch has one row instead of three."""
+    of_each_shape = timing.one_batch_per_shape
+    monkeypatch.setattr(timing, "one_batch_per_shape", lambda *args: of_each_shape(*args)[:1])
     during = graphs_made_while_timing(monkeypatch, graphs)
-    time_all(context, method("ngram", context), Journal(tmp_path / "j", {}), 1)
+    time_all(context, method("ngram", context), Journal(tmp_path / "j", {}), 3)
     assert sum(during) > 0
 
 
