@@ -8,9 +8,12 @@ medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM 
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
 gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,
                without --target
+w8a8           a whole model, such as a target, in compressed-tensors' int8 for vLLM: scales for each output of a layer and
+               each token of its inputs, rounded to nearest
 
     python scripts/export.py outputs/draft --format gguf --target TARGET --out exported/draft
     python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target
+    python scripts/export.py TARGET --format w8a8 --out exported/TARGET-W8A8
     llama-server -m exported/target/model.gguf -md exported/draft/model.gguf --spec-type draft-eagle3
 
 --spec-type is draft-eagle3, draft-dflash or draft-dspark for heads and draft-simple for a causal draft. What llama.cpp
@@ -38,7 +41,7 @@ class ExportConfig:
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
     format: str = ""
-    """flat, speculators, medusa-legacy, hf or gguf."""
+    """flat, speculators, medusa-legacy, hf, gguf or w8a8."""
     out: str = ""
     """A new or empty folder."""
     target: str = ""
@@ -55,7 +58,7 @@ def main(s: ExportConfig) -> None:
     """Writes the copy to the folder `out`. UserError for a layout that the draft's family does not have."""
     from decode.serving.export import HEAD_FORMATS, export_draft  # loads torch: --help does without
 
-    formats = (*HEAD_FORMATS, "hf")
+    formats = (*HEAD_FORMATS, "hf", "w8a8")
     if not s.draft or not s.out or s.format not in formats:
         raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(formats)}")
     print(*export_draft(s.draft, s.format, Path(s.out), s.target, s.k, s.dtype), sep="\n")

@@ -7,7 +7,7 @@ python scripts/readme_table.py --layout positions --name families \
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,8 @@ from decode.common.command import run_command
 class ReadmeTableConfig:
     report: str = "docs/results/smollm2.json"
     """A report.json of eval/run.py."""
+    engines: list[str] = field(default_factory=list)
+    """Further reports on the same prompts, whose other engines have rows too."""
     name: str = "table"
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
@@ -35,7 +37,9 @@ class ReadmeTableConfig:
 def main(s: ReadmeTableConfig) -> None:
     from eval.reporting.readme_table import write_table  # loads torch: --help does without
 
-    write_table(Path(s.report), s.name, Path(s.readme), s.layout, s.picture)
+    write_table(
+        Path(s.report), [*map(Path, s.engines)], s.name, Path(s.readme), s.layout, s.picture
+    )
 
 
 if __name__ == "__main__":

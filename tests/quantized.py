@@ -115,6 +115,44 @@ def pack_channels(inputs: int, outputs: int, seed: int, dtype: torch.dtype) -> P
     return Packed({"weight": raw, "weight_scale": scale, "input_scale": torch.ones(1)}, weight)
 
 
+def pack_words(
+    inputs: int, outputs: int, seed: int, bits: int, symmetric: bool, act_order: bool = False
+) -> Packed:
+    """compressed-tensors in words of 32 bits, with groups of 8 inputs; numbers and zero points are stored plus half
+    their range, the last word of a row or a column filled up."""
+    groups, per, middle = inputs // 8, 32 // bits, 2 ** (bits - 1)
+    numbers = random_numbers(outputs, inputs, 2**bits, seed)
+    zeros = [[middle] * groups for _ in range(outputs)]
+    if not symmetric:
+        zeros = random_numbers(outputs, groups, 2**bits, seed + 1)
+    scales = random_scales(groups, outputs, bits, seed + 2).T.contiguous()
+    order = [i // 8 for i in range(inputs)]
+    if act_order:
+        random.Random(seed + 3).shuffle(order)
+    weight = torch.empty(outputs, inputs)
+    for o in range(outputs):
+        for i, g in enumerate(order):
+            weight[o, i] = (numbers[o][i] - zeros[o][g]) * float(scales[o, g])
+    tensors = {
+        "weight_packed": torch.tensor(
+            [[word(row[at : at + per], bits) for at in range(0, inputs, per)] for row in numbers],
+            dtype=torch.int32,
+        ),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+    if not symmetric:
+        columns = list(zip(*zeros, strict=True))
+        packed = [
+            [word(list(column[at : at + per]), bits) for column in columns]
+            for at in range(0, outputs, per)
+        ]
+        tensors["weight_zero_point"] = torch.tensor(packed, dtype=torch.int32)
+    if act_order:
+        tensors["weight_g_idx"] = torch.tensor(order, dtype=torch.int32)
+    return Packed(tensors, weight)
+
+
 Pack = Callable[[int, int, int], Packed]
 
 
@@ -139,6 +177,18 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "int8-channels": (
         COMPRESSED | {"format": "int-quantized"},
         lambda i, o, seed: pack_channels(i, o, seed, torch.int8),
+    ),
+    "int4-words": (
+        COMPRESSED | {"format": "pack-quantized"},
+        lambda i, o, seed: pack_words(i, o, seed, 4, symmetric=True),
+    ),
+    "int4-words-zero-points": (
+        COMPRESSED | {"format": "pack-quantized"},
+        lambda i, o, seed: pack_words(i, o, seed, 4, symmetric=False),
+    ),
+    "int8-words-act-order": (
+        COMPRESSED | {"format": "pack-quantized"},
+        lambda i, o, seed: pack_words(i, o, seed, 8, symmetric=False, act_order=True),
     ),
     "fp8-channels": (
         COMPRESSED | {"format": "float-quantized"},

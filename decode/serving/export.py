@@ -27,7 +27,7 @@ from decode.model import loading
 from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.names import check_name
-from decode.serving import gguf_export, gguf_heads
+from decode.serving import gguf_export, gguf_heads, w8a8_export
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the name of their file."""
@@ -138,7 +138,7 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str, k: int) -> Export
 
 LAYOUTS = {"flat": to_flat, "speculators": to_speculators, "medusa-legacy": to_medusa_legacy}
 """By the names in settings; K is what the speculators format records."""
-HEAD_FORMATS, CAUSAL_FORMATS = (*LAYOUTS, "gguf"), ("hf", "gguf")
+HEAD_FORMATS, CAUSAL_FORMATS = (*LAYOUTS, "gguf"), ("hf", "gguf", "w8a8")
 
 
 def export_hf(path: str, name: str, out: Path) -> None:
@@ -184,17 +184,16 @@ def export_draft(
         raise UserError(f"{out} is not empty: name a new folder with --out")
     if given:
         check_name(given, "target")
-    path = gguf_folder(draft, dtype=loading.NUMBER_TYPES["float32"]) or importers.resolve_folder(
-        draft
-    )
+    stored = loading.NUMBER_TYPES["bfloat16" if layout == "w8a8" else "float32"]
+    path = gguf_folder(draft, dtype=stored) or importers.resolve_folder(draft)
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = given or (facts.target or TargetRecord()).name
     if layout not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
         raise UserError(
-            f"a draft of family {family} has no layout {layout!r}: hf is for causal drafts, gguf for both, the "
-            "others are for heads"
+            f"a draft of family {family} has no layout {layout!r}: hf and w8a8 are for language models, gguf for "
+            "both, the others are for heads"
         )
     with replace_folder(out) as folder:
         if layout == "gguf":
@@ -203,6 +202,8 @@ def export_draft(
                 gguf_export.write_gguf(path, folder / "model.gguf", dtype, given)
             else:
                 gguf_heads.write_head(path, folder / "model.gguf", target, dtype)
+        elif layout == "w8a8":
+            w8a8_export.write_w8a8(path, folder)
         elif layout == "hf":
             export_hf(draft, target, folder)
             if facts.is_known:  # the target's tokenizer may have more tokens
@@ -217,7 +218,7 @@ def export_draft(
     files = ", ".join(sorted(file.name for file in out.iterdir()))
     lines = [f"{family} in the {layout} layout: {files}"]
     vocab = draft_vocab.VOCAB_FILE
-    if layout in CAUSAL_FORMATS and (Path(path) / vocab).is_file():
+    if layout in ("hf", "gguf") and (Path(path) / vocab).is_file():
         lines.insert(
             0,
             f"note: tokens outside {vocab}, which were not trained, got the mean row of the LM head: engines that "

@@ -1,7 +1,10 @@
 """What scripts/readme_table.py does: the table of a report, and the picture of it, in a page."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -63,6 +66,7 @@ def row_name(m: Entry) -> str:
         "hf-assisted": "transformers, assisted by",
         "hf-lookup": "transformers, prompt lookup",
         "llamacpp": "llama.cpp",
+        "vllm": "vLLM",
     }
     engine = names.get(m.engine, m.engine)
     return f"*{engine}*" if m.is_plain or m.engine == "hf-lookup" else f"*{engine} {m.name}*"
@@ -154,8 +158,34 @@ def comparison_text(report: EvalReport) -> str:
     return "; ".join(parts)
 
 
-def write_table(report_path: Path, name: str, path: Path, layout: str, picture: str) -> None:
-    """Replaces the block `name` of the page, and draws the picture if it has a path.
+def measured_on(report: EvalReport) -> dict[str, Any]:
+    """The settings that two reports of one table share, and the number of prompts of each task."""
+    settings = yaml.safe_load(report.settings or "")
+    shared = ("target", "dtype", "max_new_tokens", "temperatures")
+    return {key: settings[key] for key in shared} | {m.task: m.prompts for m in report.methods}
+
+
+def with_engines_of(report: EvalReport, other_path: Path) -> EvalReport:
+    """The report, with another one's rows of other engines, whose speed-ups are over plain decoding in their own run.
+
+    UserError unless both are of the same target, prompts, lengths and temperatures.
+    """
+    other = read_report(other_path)
+    mine, theirs = map(measured_on, (report, other))
+    for key, value in mine.items():
+        if theirs.get(key) != value:
+            raise UserError(
+                f"{other_path}: {key} is {theirs.get(key)!r}, and {value!r} in the table: give a report on the same "
+                "prompts"
+            )
+    return replace(report, engines=[*report.engines, *other.engines])
+
+
+def write_table(
+    report_path: Path, others: Sequence[Path], name: str, path: Path, layout: str, picture: str
+) -> None:
+    """Replaces the block `name` of the page, and draws the picture if it has a path. `others` are reports whose other
+    engines have rows too.
 
     UserError unless each marker is in the page exactly once, in their order.
     """
@@ -164,7 +194,7 @@ def write_table(report_path: Path, name: str, path: Path, layout: str, picture: 
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
     head, rest = text.split(begin)
-    report = read_report(report_path)
+    report = reduce(with_engines_of, others, read_report(report_path))
     table = render_table(report, layout)
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     if picture:

@@ -1,5 +1,6 @@
-"""Exported small LMs have the target's vocabulary size, which engines ask for."""
+"""Exported small LMs have the target's vocabulary size, which engines ask for; models in W8A8 are read back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode.checkpoints.draft_vocab import save_ids, silence_other_tokens
+from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.loading import load_target
+from decode.model.loading import load_model, load_target
+from decode.model.quantized.w8a8 import W8A8Linear
 from decode.serving.checks import full_head
-from decode.serving.export import export_hf
+from decode.serving.export import export_draft, export_hf
 from decode.serving.rules import read_draft
 from tests.decode.engine.test_engine import PROMPTS, WORDS, save
 from tests.tiny import VOCAB, tiny_model
@@ -79,3 +82,39 @@ def test_an_exported_reduced_draft_keeps_to_its_tokens_everywhere(
     findings = [list(full_head(read_draft(str(folder)))) for folder in (path, out)]
     assert [len(found) for found in findings] == [1, 0]
     assert "scripts/export.py --format hf" in findings[0][0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_in_w8a8_is_read_back_as_it_was_rounded(tied: bool, tmp_path: Path) -> None:
+    """Catches scales of other rows, a head that is rounded as well, a config that names neither what is rounded nor
+    how, and a folder without its tokenizer."""
+    name = save(tmp_path / "target", WORDS, tie_word_embeddings=tied)
+    export_draft(name, "w8a8", tmp_path / "out", "", 4, "float32")
+    assert load_target(str(tmp_path / "out"), "cpu").tokenizer("def")["input_ids"] == [1]
+    own = load_model(name, "model", "cpu", "bfloat16")
+    for dtype in ("w8a8", "float32"):
+        model = load_model(str(tmp_path / "out"), "model", "cpu", dtype)
+        layers = [x for x in model.model.layers.modules() if isinstance(x, W8A8Linear)]
+        assert len(layers) == (7 * len(model.model.layers) if dtype == "w8a8" else 0)
+        assert type(model.lm_head) is torch.nn.Linear
+        assert torch.equal(model.lm_head.weight, own.lm_head.weight.float())
+        for path in ("model.layers.1.self_attn.k_proj", "model.layers.0.mlp.down_proj"):
+            weight = own.get_submodule(path).weight.float()
+            step = weight.abs().amax(1, keepdim=True) / 127
+            got = model.get_submodule(path).weight.float()
+            assert (got - weight).abs().le(step * 0.501).all()
+            assert not torch.equal(got, weight)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert config["tie_word_embeddings"] is tied
+
+
+def test_what_w8a8_would_leave_out_is_refused(tmp_path: Path) -> None:
+    """Catches experts and a vocabulary of a draft's own that an engine would not find in the folder."""
+    tiny_model("mixtral").save_pretrained(tmp_path / "experts")
+    path = save(tmp_path / "draft", WORDS)
+    save_ids(tmp_path / "draft", IDS)
+    for name, reason in ((str(tmp_path / "experts"), "stacked"), (path, "vocabulary of its own")):
+        with pytest.raises(UserError, match=reason):
+            export_draft(name, "w8a8", tmp_path / "out", "", 4, "float32")
+        assert not (tmp_path / "out").exists()

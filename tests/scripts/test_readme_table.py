@@ -1,11 +1,18 @@
 """The README's table: which numbers stand in which row and column."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from decode.common.errors import UserError
 from decode.common.typed_json import from_json
 from eval.reporting import readme_table
 from eval.results.report import EvalReport
 from tests import drafts
+
+SETTINGS = "target: t\nmax_new_tokens: 96\ndtype: float32\nmode: eager\ntemperatures: [0.0]\n"
 
 
 def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:
@@ -22,7 +29,7 @@ def make_report(tasks: list[str]) -> dict[str, Any]:
     """A method and two engines; the speed-up of each element is a number of its own."""
     names = {"all": 0.5, **{task: float(i + 1) for i, task in enumerate(tasks)}}
     return drafts.report("") | {
-        "settings": "max_new_tokens: 96\ndtype: float32\nmode: eager\n",
+        "settings": SETTINGS,
         "hardware": {"device": "a CPU", "threads": 2},
         "comparisons": [],
         "methods": [entry("eagle3", task, 1 + x) for task, x in names.items()],
@@ -50,6 +57,26 @@ def test_each_speedup_stands_under_its_task() -> None:
         ("*transformers*", "1.50×", "2.50×", "1.00× [1.00, 1.00]"),
     ]
     assert [row[3] for row in rows] == ["0.500 [0.400, 0.600]", "–", "–"]
+
+
+def test_engines_of_another_run_have_rows(tmp_path: Path) -> None:
+    """Bug: rows of a run on other prompts, or of another dtype, stand beside these."""
+    report = make_report(["math"])
+    other = report | {"engines": [entry("plain", "all", 0.8, engine="vllm", k=0)]}
+    mine = from_json(EvalReport, report)
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    names = [
+        readme_table.row_name(m)
+        for m in readme_table.by_speed(readme_table.with_engines_of(mine, tmp_path / "other.json"))
+    ]
+    assert names == ["eagle3", "*transformers, prompt lookup*", "*transformers*", "*vLLM*"]
+    for change, reason in (
+        ({"settings": SETTINGS.replace("float32", "bfloat16")}, "dtype is 'bfloat16'"),
+        ({"methods": [entry("eagle3", "all", 1.5, prompts=9)]}, "all is 9, and 8"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(other | change))
+        with pytest.raises(UserError, match=reason):
+            readme_table.with_engines_of(mine, tmp_path / "other.json")
 
 
 def test_one_task_needs_no_column_of_its_own() -> None:

@@ -111,7 +111,7 @@ def _check_fp8(q: Config) -> str:
 
 
 def _check_compressed(q: Config) -> str:
-    known = ("int-quantized", "float-quantized", "naive-quantized")
+    known = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
     if q.get("format") not in known:
         return (
             f"has compressed tensors in the form {q.get('format')!r}; {', '.join(known)} are read"
@@ -159,13 +159,39 @@ def _fp8(name: str, read: Read, q: Config) -> Tensor | None:
 
 
 def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
-    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale")
+    words, scale = read(f"{name}.weight_packed"), read(f"{name}.weight_scale")
+    weight, zero = read(f"{name}.weight"), read(f"{name}.weight_zero_point")
+    if words is not None and scale is not None:
+        shape = read(f"{name}.weight_shape")
+        return None if shape is None else _packed(name, words, shape, scale, zero, read)
     if weight is None or scale is None:
         return None
-    zero = read(f"{name}.weight_zero_point")
     if zero is not None and bool(zero.float().any()):
         raise UserError(f"{name} has zero points, which are not read")
     return scaled_weight(weight, scale)
+
+
+def _packed(
+    name: str, words: Tensor, shape: Tensor, scale: Tensor, zero: Tensor | None, read: Read
+) -> Tensor:
+    """From `words` [out, in * bits / 32], `shape` (out, in), `scale` [out, G], zero points [out * bits / 32, G] of the
+    asymmetric form, and each input's group [in] of the one in act-order. Numbers are stored plus half their range."""
+    outputs, inputs = shape.tolist()
+    bits = {-(-inputs * b // 32): b for b in (8, 4)}.get(words.shape[1])
+    if bits is None:
+        raise UserError(f"{name} has numbers of neither 4 nor 8 bits")
+    middle, groups = 2 ** (bits - 1), scale.shape[1]
+    numbers = unpack(words, bits)[:, :inputs] - middle
+    group = read(f"{name}.weight_g_idx")
+    if group is None or bool((group < 0).any()):  # -1: not in act-order
+        if inputs % groups:
+            raise UserError(f"{name} has {groups} groups of unequal size for its {inputs} inputs")
+        group = torch.arange(inputs) // (inputs // groups)
+    if zero is not None and zero.dtype == torch.int32:
+        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group.long()]
+    elif zero is not None and bool(zero.float().any()):
+        raise UserError(f"{name} has zero points that are not packed")
+    return numbers.float() * scale.float()[:, group.long()]
 
 
 METHODS: dict[
@@ -175,7 +201,11 @@ METHODS: dict[
     "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
     "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
     "fp8": (_check_fp8, _fp8, (".weight_scale_inv",)),
-    "compressed-tensors": (_check_compressed, _compressed, (".weight_scale", ".weight_zero_point")),
+    "compressed-tensors": (
+        _check_compressed,
+        _compressed,
+        (".weight_packed", ".weight_scale", ".weight_zero_point"),
+    ),
 }
 """{quant_method: (why a config of it is not read, or ""; the weight of a layer, None if parts of it are missing; what
 the names of its tensors end in)}"""

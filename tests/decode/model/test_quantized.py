@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "three bits": ("gptq4", {"bits": 3}, "GPTQ weights of 3 bits"),
     "marlin": ("gptq4", {"checkpoint_format": "marlin"}, "in the form 'marlin'"),
     "gemv": ("awq", {"version": "gemv"}, "other than those of version gemm"),
-    "packed": ("int8-channels", {"format": "pack-quantized"}, "in the form 'pack-quantized'"),
+    "sparse": ("int8-channels", {"format": "sparse-bitmask"}, "in the form 'sparse-bitmask'"),
     "kv": ("int8-channels", {"kv_cache_scheme": {"num_bits": 8}}, "scales for its KV cache"),
 }
 

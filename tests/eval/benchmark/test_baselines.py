@@ -241,7 +241,8 @@ def element(engine: str, at: int = 0, base: Sequence[EngineAnswer] | None = None
         for item in items
     }
     answers: list[EngineAnswer] = [
-        {"ids": ids, "seconds": 2.0 + at + i / 10, "rounds": 2, "accepted": None, "by_position": 0} for i in range(6)
+        {"ids": ids, "seconds": 2.0 + at + i / 10, "rounds": 2, "accepted": None, "by_position": 0}
+        for i in range(6)
     ]
     answers[3] = {"error": "RuntimeError: no room"}
     s = EvalConfig(tasks=[Task("t")])
