@@ -8,8 +8,8 @@ medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM 
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
 gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,
                without --target
-w8a8           a whole model, such as a target, in compressed-tensors' int8 for vLLM: scales for each output of a layer and
-               each token of its inputs, rounded to nearest
+w8a8           a whole model, such as a target, in compressed-tensors' int8 for vLLM: a scale for each output of a layer
+               and each token of its inputs, rounded to nearest
 
     python scripts/export.py outputs/draft --format gguf --target TARGET --out exported/draft
     python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target

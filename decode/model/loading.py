@@ -215,13 +215,15 @@ def stated_config(
     return config
 
 
-def head_is_misstated(name: str, what: str) -> bool:
-    """Whether the file config.json says another thing of embedding and LM head than the tensors.
+def head_is_misstated(folder: str, what: str) -> bool:
+    """Whether the config.json of a local folder says another thing of embedding and LM head than its tensors.
 
     Engines that follow the file compute other logits than this project.
     """
-    stated = stated_config(name, what)
-    tied = stored_tied(stated, model_folder(name, what))
+    stated = stated_config(
+        folder, what, folder=folder
+    )  # the folder itself: no weight is dequantised
+    tied = stored_tied(stated, folder)
     return tied is not None and tied != tied_heads.flag(stated)
 
 

@@ -156,7 +156,8 @@ def export_hf(path: str, name: str, out: Path) -> None:
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)
-    copied = size == wanted and Path(path).is_dir() and not loading.head_is_misstated(path, "draft")
+    has_config = (Path(path) / "config.json").is_file()
+    copied = size == wanted and has_config and not loading.head_is_misstated(path, "draft")
     if copied and ids is None:
         for pattern in ("config.json", "generation_config.json", "model*.safetensors*"):
             for file in Path(path).glob(pattern):

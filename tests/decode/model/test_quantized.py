@@ -18,6 +18,7 @@ from decode.model.formats.quantized import SOURCE_FILE, quantized_folder
 from decode.model.loading import load_target
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.runner import ModelRunner
+from decode.serving.running import vllm_client
 from tests.quantized import FORMS
 from tests.seq2seq import letter_tokenizer
 from tests.tiny import noisy, tiny_model, tiny_prompts
@@ -113,6 +114,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "sparse": ("int8-channels", {"format": "sparse-bitmask"}, "in the form 'sparse-bitmask'"),
     "kv": ("int8-channels", {"kv_cache_scheme": {"num_bits": 8}}, "scales for its KV cache"),
 }
+
+
+def test_what_vllm_serves_is_not_dequantised(tmp_path: Path, cache: Path) -> None:
+    """Catches gigabytes of float32 that are written before another engine is given a folder in eight bits."""
+    quantized("int8-channels", tmp_path)
+    assert vllm_client.language_model_path(str(tmp_path)) == str(tmp_path)
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("case", REFUSED)
