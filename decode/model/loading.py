@@ -220,9 +220,8 @@ def head_is_misstated(folder: str, what: str) -> bool:
 
     Engines that follow the file compute other logits than this project.
     """
-    stated = stated_config(
-        folder, what, folder=folder
-    )  # the folder itself: no weight is dequantised
+    # The folder itself, of which no weight is dequantised.
+    stated = stated_config(folder, what, folder=folder)
     tied = stored_tied(stated, folder)
     return tied is not None and tied != tied_heads.flag(stated)
 
