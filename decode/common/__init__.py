@@ -15,7 +15,7 @@
 - damage: damaged files are moved aside, and what is intact in them is kept
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say
-- memory: how PyTorch's allocator keeps memory on a CPU
+- memory: what the process keeps of freed memory on a CPU, and when it gives it back
 - progress: bars in a terminal, plain lines in a log; durations and sizes in words
 - chat_template: a prompt or a chat as token ids
 - template_choice: which chat template renders prompts, and with which arguments

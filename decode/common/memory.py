@@ -22,6 +22,15 @@ def keep_freed_memory() -> None:
     libc.mallopt(-2, 1 << 26)  # M_TOP_PAD: the heap grows by 64 MiB at least
 
 
+def return_freed_memory() -> None:
+    """Gives the system what was freed until now, also after `keep_freed_memory`. Without glibc nothing is done.
+
+    A model whose float weights were replaced by others would hold their memory as well.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def use_huge_pages() -> None:
     """Makes torch ask Linux for pages of 2 MiB for large tensors, unless the environment says otherwise.
 

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from decode.common import damage
 from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
+from decode.common.memory import return_freed_memory
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes
@@ -554,4 +555,6 @@ def build_runner(
         kind = VisionRunner
     elif has_recurrent_layers(decoder_config(model)):
         kind = RecurrentRunner
-    return kind(model, vocab_size, ids)
+    runner = kind(model, vocab_size, ids)
+    return_freed_memory()  # of weights that others took the place of, here and in load_model
+    return runner

@@ -488,7 +488,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no target": ("eagle3", {"format": "speculators"}, "give --target"),
     "not eagle3": ("medusa", {"format": "speculators", "target": "x"}, "for EAGLE-3"),
     "not medusa": ("eagle1", {"format": "medusa-legacy"}, "for Medusa heads"),
-    "not causal": ("eagle1", {"format": "hf"}, "hf and w8a8 are for language models, gguf for both"),
+    "not causal": (
+        "eagle1",
+        {"format": "hf"},
+        "hf and w8a8 are for language models, gguf for both",
+    ),
 }
 
 
