@@ -56,9 +56,13 @@ class ExportConfig:
 
 def main(s: ExportConfig) -> None:
     """Writes the copy to the folder `out`. UserError for a layout that the draft's family does not have."""
-    from decode.serving.export import HEAD_FORMATS, export_draft  # loads torch: --help does without
+    from decode.serving.export import (  # loads torch: --help does without
+        CAUSAL_FORMATS,
+        HEAD_FORMATS,
+        export_draft,
+    )
 
-    formats = (*HEAD_FORMATS, "hf", "w8a8")
+    formats = dict.fromkeys((*HEAD_FORMATS, *CAUSAL_FORMATS))
     if not s.draft or not s.out or s.format not in formats:
         raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(formats)}")
     print(*export_draft(s.draft, s.format, Path(s.out), s.target, s.k, s.dtype), sep="\n")

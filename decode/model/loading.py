@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,12 @@ from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes
 from decode.model.fingerprint import weights_fingerprint
 from decode.model.formats import tied_heads
-from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
+from decode.model.formats.adapters import (
+    TOKENIZER_FILES,
+    find_adapter,
+    merged_folder,
+    without_adapter,
+)
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.formats.quantized import check_whole_numbers, quantized_folder, stored_scales
 from decode.model.layer_stack import decoder_config
@@ -214,6 +220,13 @@ def stated_config(
         raise _load_error(name, what, folder, ("config.json",), error) from error
     check_sizes(config, f"{what} {name!r}")
     return config
+
+
+def copy_tokenizer_files(name: str, out: Path) -> None:
+    """Copies the tokenizer's files of a model into the folder `out`, unchanged."""
+    for pattern in TOKENIZER_FILES:
+        for file in Path(model_folder(name, "model")).glob(pattern):
+            shutil.copyfile(file, out / file.name)
 
 
 def head_is_misstated(folder: str, what: str) -> bool:

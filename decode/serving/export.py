@@ -24,7 +24,6 @@ from decode.common.target_record import TargetRecord
 from decode.drafts.causal import load_ids
 from decode.drafts.registry import draft_family
 from decode.model import loading
-from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.names import check_name
 from decode.serving import gguf_export, gguf_heads, w8a8_export
@@ -167,9 +166,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
         if ids is not None:
             draft_vocab.silence_other_tokens(model, ids)
         model.save_pretrained(out, safe_serialization=True)
-    for pattern in TOKENIZER_FILES:
-        for file in Path(loading.model_folder(name, "target")).glob(pattern):
-            shutil.copyfile(file, out / file.name)
+    loading.copy_tokenizer_files(name, out)
 
 
 def export_draft(

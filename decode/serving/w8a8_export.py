@@ -5,7 +5,6 @@ Both are rounded to nearest, and nothing is rotated, since engines compute with 
 written is further from its float form than --dtype w8a8 of the float form is here.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
-from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.layer_stack import layer_stack
-from decode.model.loading import load_model, model_folder
+from decode.model.loading import copy_tokenizer_files, load_model
 from decode.model.quantized.conversion import refusal
 from decode.model.quantized.w8a8 import quantize_rows
 
@@ -31,10 +29,13 @@ LINEAR = {
 def write_w8a8(name: str, out: Path) -> None:
     """Writes the model `name`, a folder, a GGUF or a Hub name, to the folder `out`: the linear layers of its decoder in
     int8, all else in bfloat16. UserError for a model with experts, recurrent layers or an encoder."""
+    if (Path(name) / VOCAB_FILE).is_file():
+        raise UserError(
+            f"model {name!r}: w8a8 is for whole models, and this draft has a vocabulary of its own: leave it in "
+            "bfloat16"
+        )
     model = load_model(name, "model", "cpu", "bfloat16")
     reason = refusal(model, "w8a8") or linear_refusal(model)
-    if (Path(name) / VOCAB_FILE).is_file():
-        reason = "is for whole models, and this draft has a vocabulary of its own"
     if reason:
         raise UserError(f"model {name!r}: w8a8 {reason}: leave it in bfloat16")
     inside = {part for layer in layer_stack(model) for part in layer.modules()}
@@ -57,9 +58,7 @@ def write_w8a8(name: str, out: Path) -> None:
         "config_groups": {"group_0": LINEAR | {"format": "int-quantized"}},
     }  # fmt: skip
     model.save_pretrained(out, state_dict=tensors)
-    for pattern in TOKENIZER_FILES:
-        for file in Path(model_folder(name, "model")).glob(pattern):
-            shutil.copyfile(file, out / file.name)
+    copy_tokenizer_files(name, out)
 
 
 def linear_refusal(model: Any) -> str:

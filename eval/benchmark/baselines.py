@@ -274,9 +274,8 @@ def _engine_entries(
 
 def _vllm_described(s: EvalConfig, answers: Sequence[EngineAnswer]) -> dict[str, Any]:
     """The fields of a result that say what vLLM served, and α at each position of its drafts."""
-    served = " in ".join(
-        [Path(s.vllm_target).name, vllm_dtype(s)] if s.vllm_target else [vllm_dtype(s)]
-    )
+    dtype = vllm_dtype(s)
+    served = f"{Path(s.vllm_target).name} in {dtype}" if s.vllm_target else dtype
     counts = [[a["rounds"], *(a["by_position"] or [])] for a in answers]
     reached = [sum(x) for x in zip(*counts, strict=True)]
     alpha = [*map(ratio_or_none, reached[1:], reached)]

@@ -1,6 +1,6 @@
 """Numbers, intervals and tables as text, and HTML pages; values that were not measured become a dash."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,11 @@ NOT_MEASURED = "–"
 def format_number(value: float | None, digits: int, unit: str = "", signed: bool = False) -> str:
     """The number with `digits` decimals and a comma between thousands, or – for None."""
     return NOT_MEASURED if value is None else f"{value:{'+' if signed else ''},.{digits}f}{unit}"
+
+
+def format_positions(values: Iterable[float | None]) -> str:
+    """`0.31, 0.30, 0.44`: α at each position, a dash at one that was never reached, and alone where there are none."""
+    return ", ".join(format_number(value, 2) for value in values) or NOT_MEASURED
 
 
 def format_with_interval(

@@ -12,7 +12,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.figures import estimate_point
-from eval.reporting.formatting import NOT_MEASURED, format_estimate, format_number
+from eval.reporting.formatting import NOT_MEASURED, format_estimate, format_number, format_positions
 from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
 from eval.reporting.tables import COLUMNS, Column
 from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
@@ -102,11 +102,6 @@ def of_method(column: Column) -> Callable[[Entry], str]:
     return lambda m: column(m) if isinstance(m, MethodResult) else NOT_MEASURED
 
 
-def alpha_by_position(m: MethodResult) -> str:
-    """`0.31, 0.30, 0.44`; a dash at a position that was never reached."""
-    return ", ".join(format_number(x.value, 2) for x in m.alpha_by_position) or NOT_MEASURED
-
-
 LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
     "pooled": {
         "τ": lambda m: format_number(m.tau.value if isinstance(m, MethodResult) else m.tau, 2),
@@ -119,7 +114,9 @@ LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
         "τ [95 %]": lambda m: (
             COLUMNS["τ"](m) if isinstance(m, MethodResult) else format_number(m.tau, 2)
         ),
-        "α by position": of_method(alpha_by_position),
+        "α by position": of_method(
+            lambda m: format_positions(x.value for x in m.alpha_by_position)
+        ),
         "draft, ms a round": of_method(
             lambda m: format_number(None if m.phase_ms is None else m.phase_ms.draft, 1)
         ),

@@ -16,6 +16,7 @@ from eval.reporting.formatting import (
     format_estimate,
     format_number,
     format_percent,
+    format_positions,
     format_value,
 )
 from eval.results.report import (
@@ -181,9 +182,7 @@ def _engine_table(engines: Sequence[EngineResult]) -> Table:
         "temperature": lambda e: f"{e.temperature:g}",
         "n": lambda e: format_number(e.prompts, 0),
         "τ": lambda e: format_number(e.tau, 2),
-        "α by position": lambda e: (
-            ", ".join(format_number(x, 2) for x in e.alpha_by_position or []) or NOT_MEASURED
-        ),
+        "α by position": lambda e: format_positions(e.alpha_by_position or []),
         "tokens/s": lambda e: format_number(e.tokens_per_second, 1),
         "× our plain": lambda e: format_estimate(e.speedup, 2, "×"),
         "× itself undrafted": lambda e: format_estimate(e.gain, 2, "×"),

@@ -187,11 +187,12 @@ def _packed(
         if inputs % groups:
             raise UserError(f"{name} has {groups} groups of unequal size for its {inputs} inputs")
         group = torch.arange(inputs) // (inputs // groups)
+    group = group.long()
     if zero is not None and zero.dtype == torch.int32:
-        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group.long()]
+        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group]
     elif zero is not None and bool(zero.float().any()):
         raise UserError(f"{name} has zero points that are not packed")
-    return numbers.float() * scale.float()[:, group.long()]
+    return numbers.float() * scale.float()[:, group]
 
 
 METHODS: dict[
