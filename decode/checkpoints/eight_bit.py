@@ -11,8 +11,7 @@ import torch
 
 from decode.checkpoints.layouts import VOCAB_MAPS, Tensors
 from decode.common.errors import UserError, first_line
-from decode.model.formats import quantized
-from decode.model.formats.quantized import METHODS, UNUSED, plain_weights
+from decode.model.formats.packed_weights import METHODS, UNUSED, plain_weights, scaled_weight
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 WHOLE = (*SCALES, torch.float64, torch.int64, torch.bool)
@@ -34,7 +33,7 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     method = str(q.get("quant_method") or "")
     try:
         if method in METHODS:
-            reason = METHODS[method][0](q)
+            reason = METHODS[method].refusal(q)
             if reason:
                 raise UserError(f"it {reason}: take the draft as it was before it was quantised")
             return dict(plain_weights(tensors, tensors.__getitem__, q))
@@ -60,8 +59,5 @@ def _by_scales(tensors: Tensors, packed: list[str], method: str) -> Tensors:
                 f"{name} is {str(weight.dtype).removeprefix('torch.')}, and no scale of it is known"
             )
         scale = found.pop(scales[0])
-        if scales[0].endswith("_inv") and scale.numel() > 1:
-            found[name] = quantized.block_scaled_weight(weight, scale, (128, 128))
-        else:
-            found[name] = quantized.scaled_weight(weight, scale)
+        found[name] = scaled_weight(weight, scale)
     return {name: value for name, value in found.items() if not name.endswith(UNUSED)}

@@ -4,6 +4,7 @@ The tensor names decide which layout a file has: config.json of EAGLE-1 is that 
 executed: of pickles only tensors are read.
 """
 
+import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,8 @@ DOWNLOAD_PATTERNS = (
     "model-*-of-*.safetensors",
 )
 """The files downloaded from a repository on the Hub, and pickles if none of these holds weights."""
+MTP_NAME = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
+"""What the names of MTP layers hold in layouts other than ours: Qwen3-Next, Qwen3.5, MiMo, ERNIE, LongCat."""
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 """File names that are accepted from an index. It comes from others, so it must not name a path."""
 
@@ -84,7 +87,21 @@ def resolve_folder(name: str) -> str:
 
 def detect_family(names: Iterable[str]) -> str:
     """The family with tensors of these names: that of a layout, or causal for all others."""
-    bare = {name.removeprefix("model.") for name in names}
+    names = list(names)
+    return _family_of(names, trainers_prefix(names))
+
+
+def trainers_prefix(names: Iterable[str]) -> str:
+    """What all names begin with, as `draft_model.` or `_orig_mod.` of a training that was not exported, where a layout
+    knows them without it alone; else ""."""
+    names = list(names)
+    shared = os.path.commonprefix([name.split(".")[:-1] for name in names])
+    prefixes = ["", *(".".join(shared[: n + 1]) + "." for n in range(len(shared)))]
+    return next((prefix for prefix in prefixes if _family_of(names, prefix) != "causal"), "")
+
+
+def _family_of(names: Iterable[str], prefix: str) -> str:
+    bare = {name.removeprefix(prefix).removeprefix("model.") for name in names}
     for layout in LAYOUTS.values():
         if any(re.fullmatch(layout.known_by, name) for name in bare):
             return layout.family
@@ -152,10 +169,13 @@ def raw_tensors(path: str) -> Tensors:
 
 
 def plain_tensors(path: str) -> Tensors:
-    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for. UserError that names the
-    method for a form that is not read, and for such weights without a scale."""
+    """`raw_tensors` without a trainer's prefix, and with weights in eight bits or fewer as the numbers that they stand
+    for. UserError that names the method for a form that is not read, and for such weights without a scale."""
     try:
-        return dequantized(raw_tensors(path), layouts.read_config(path))
+        tensors = raw_tensors(path)
+        prefix = trainers_prefix(tensors)
+        bare = {name.removeprefix(prefix): value for name, value in tensors.items()}
+        return dequantized(bare, layouts.read_config(path))
     except UserError as error:
         if path in str(error):
             raise

@@ -8,8 +8,10 @@ compiles, captures CUDA graphs and packs weights for a whole process.
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
 
 from decode.common.errors import UserError
 
@@ -50,8 +52,12 @@ class Request:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """The block runs while no round of another thread does."""
-        with ROUND:
+        """The block runs while no round of another thread does, and in the dtypes of models and drafts: autocast, which
+        a notebook may have on, would give products another dtype than their weights."""
+        with ROUND, ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             before, RUNNING.request = RUNNING.request, self
             try:
                 yield

@@ -3,17 +3,28 @@
 One with recurrent layers drafts chains only.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from decode.checkpoints import draft_vocab, importers
 from decode.checkpoints.draft_folder import check_vocabulary, read_metadata
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.compatibility import position_limit
 from decode.model.kv_cache import StaticKVCache
-from decode.model.loading import Target, build_runner, load_model, tokenizer_fingerprint
+from decode.model.loading import (
+    Target,
+    build_runner,
+    load_config,
+    load_model,
+    model_fingerprint,
+    model_folder,
+    tokenizer_fingerprint,
+)
 from decode.model.recurrent import RecurrentRunner, States, copy_states, group_by, rows_of, set_rows
 from decode.model.runner import ModelRunner
 from decode.model.vocabularies import unknown_ids
@@ -183,14 +194,49 @@ def load(
     draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
     computed, and all other tokens have probability 0. `full_head`: it drafts from all rows, as other engines do.
     """
-    tokenizer = check_vocabulary(path, target)
+    check_not_the_target(path, target)
     model = load_model(path, "draft", device, dtype)
+    tokenizer = check_vocabulary(path, target)
     columns = min(target.runner.vocab_size, model.get_output_embeddings().out_features)
     ids = None if full_head else load_ids(path, columns)
     runner = build_runner(model, target.runner.vocab_size, ids)
     if tokenizer_fingerprint(tokenizer) != target.fingerprint:
         runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.runner.vocab_size))
     return causal_draft(runner)
+
+
+def check_not_the_target(path: str, target: Target) -> None:
+    """A line for a draft that is the target itself, and one for MTP layers beside a language model, which are not used.
+    UserError for both at once: who gives a target's folder as draft means its MTP layers."""
+    folder = importers.resolve_folder(path)
+    names = importers.tensor_files(folder) if any(Path(folder).glob("*.safetensors")) else {}
+    mtp = sorted(name for name in names if importers.MTP_NAME.search(name))
+    layers = f"its MTP layers ({mtp[0]}, …) have a layout that is not read" if mtp else ""
+    if not has_weights_of(path, target):
+        if mtp:
+            damage.warn_once(f"draft {path!r}: {layers}, and the whole language model drafts")
+        return
+    if mtp:
+        raise UserError(
+            f"draft {path!r} is the target, and {layers}: choose a draft without training, such as ngram, or train one"
+        )
+    damage.warn_once(
+        f"draft {path!r} has the target's own weights: what it drafts is accepted, and decoding is slower than without"
+    )
+
+
+def has_weights_of(path: str, target: Target) -> bool:
+    """Whether a model in a folder or on the Hub is the target; weights are compared where the sizes are equal."""
+    if path == target.name:
+        return True
+    folder = model_folder(path, "draft")
+    own = load_config(path, "draft", folder=folder).get_text_config(decoder=True)
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "model_type", "intermediate_size")
+    ours = target.runner.config
+    if any(vars(own).get(size) != vars(ours).get(size) for size in sizes):
+        return False
+    weights = target.identity.weights
+    return weights is not None and model_fingerprint(folder).weights == weights
 
 
 def load_ids(path: str, vocab_size: int) -> Tensor | None:

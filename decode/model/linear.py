@@ -13,6 +13,7 @@ from weakref import WeakSet
 import psutil
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor
 
 # ---- layers that read the same tensor ----
@@ -112,8 +113,6 @@ COMPILED_ROWS = 6
 """Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`).
 
 24 rows take four times as long by them."""
-SAMPLED = 64
-"""Numbers of a weight that are compared with those that were packed, once a request."""
 
 
 @dataclass
@@ -145,6 +144,13 @@ def pack_for_compiled_code() -> None:
             layer.pack()
 
 
+def digest(tensor: Tensor) -> int:
+    """A hash of the bytes of a tensor on a CPU; 0 for one elsewhere, of which no copies are made."""
+    if tensor.device.type != "cpu":
+        return 0
+    return xxhash.xxh3_64_intdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
@@ -174,7 +180,6 @@ class PackedLinear(torch.nn.Linear):
         self.has_blocks = False  # since compiled code runs in this process
         self.packable = False  # by oneDNN
         self.packed_from: tuple[Any, ...] = ()
-        self.sample = torch.empty(0)
         self.checked = -1  # the request at which the weight was compared
         LAYERS.add(self)
 
@@ -255,15 +260,14 @@ class PackedLinear(torch.nn.Linear):
             layer.packed = layer.packed_bias = layer.blocks = None
 
     def drop_old_copies(self) -> None:
-        """Drops the copies if the weight is not the one that was copied: by its identity, its version, which counts
-        writes, and some of its numbers, since writes through `.data` are not counted."""
+        """Drops the copies if the weight or the bias are not those that were copied: by all their numbers, since writes
+        through `.data` are counted nowhere. One read of a weight a request takes as long as a token."""
         weight = self.weight.detach()
-        version = 0 if self.weight.is_inference() else self.weight._version
-        state = id(self.weight), weight.data_ptr(), version
-        sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
-        if self.packed_from != state or not torch.equal(sample, self.sample):
+        bias = 0 if self.bias is None else digest(self.bias.detach())
+        state = weight.data_ptr(), weight.dtype, digest(weight), bias
+        if self.packed_from != state:
             self.drop_copies()
-        self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
+        self.packed_from, self.checked = state, REQUESTS.count
         self.packable, self.parts = self.can_pack(), None
         if self.packable and weight.dtype == torch.float32:
             parts = math.gcd(len(weight), 2 * torch.get_num_threads())

@@ -41,7 +41,14 @@ from decode.model.formats.adapters import (
     without_adapter,
 )
 from decode.model.formats.gguf_files import gguf_folder
-from decode.model.formats.quantized import check_whole_numbers, quantized_folder, stored_scales
+from decode.model.formats.quantized import (
+    check_bare_numbers,
+    check_whole_numbers,
+    is_scattered,
+    quantized_folder,
+    stated_quantization,
+    stored_scales,
+)
 from decode.model.layer_stack import decoder_config
 from decode.model.names import cache_error, check_name, is_local, load_error
 from decode.model.quantized.conversion import INT4_TARGET, KINDS, quantize_model, quantize_network
@@ -251,11 +258,16 @@ def stored_tied(config: Any, folder: str) -> bool | None:
         pairs = auto_class(config)._model_mapping[type(config)]._tied_weights_keys
     except (KeyError, AttributeError):  # no model of this kind, or several: loading it will tell
         return None
-    if not Path(folder).is_dir():
-        commit = vars(config).get("_commit_hash")
-        cached = try_to_load_from_cache(folder, "config.json", revision=commit)
-        folder = str(Path(cached).parent) if isinstance(cached, str) else folder
-    return tied_heads.stored_tied(Path(folder), pairs)
+    return tied_heads.stored_tied(_files_of(config, folder), pairs)
+
+
+def _files_of(config: Any, folder: str) -> Path:
+    """`folder`, or where the Hub's cache holds the files of the repository that it names."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    commit = vars(config).get("_commit_hash")
+    cached = try_to_load_from_cache(folder, "config.json", revision=commit)
+    return Path(cached).parent if isinstance(cached, str) else Path(folder)
 
 
 def load_model(
@@ -280,6 +292,9 @@ def load_model(
     config = load_config(name, what, revision, folder)  # a senseless one may build for hours
     if vars(config).get("quantization_config") is None and Path(folder).is_dir():
         check_whole_numbers(Path(folder), name)
+    pickles = _pickles(Path(folder))
+    if pickles:
+        raise _pickles_refused(name, what, pickles[0])
     if not with_layers:
         text = config.get_text_config(decoder=True)
         text.num_hidden_layers = 0
@@ -308,12 +323,20 @@ def load_model(
         raise _load_error(name, what, folder, looked_at, error) from error
     model, info = result
     model.config.name_or_path = folder
+    if place is None:
+        check_bare_numbers(model, _files_of(config, folder), f"{what} {name!r}")
+    unused = sorted(info["unexpected_keys"])
+    if unused and what == "draft":
+        raise UserError(
+            f"draft {name!r}: {unused[0]} and {len(unused) - 1} further tensors of its files are not part of the "
+            f"{type(model).__name__} that its config.json describes, and of no layout of drafts that is read "
+            "(docs/families.md): export it as such a draft"
+        )
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers fills them at random and only warns
         raise UserError(
             f"{what} {name!r} lacks {len(absent)} weights ({absent[0]}, …): save it again in full"
         )
-    unused = sorted(info["unexpected_keys"])
     if unused and with_layers:
         warnings.warn(
             f"{what} {name!r}: {len(unused)} tensors of its files are not part of the model that its config.json "
@@ -325,7 +348,7 @@ def load_model(
     tied_heads.follow_tensors(model)
     check_finite(model, f"{what} {name!r}", dtype)
     stored = stored_scales(folder, name) if dtype == "w8a8" else {}
-    quantize_model(model, dtype, f"{what} {name!r}", stored)
+    quantize_model(model, dtype, f"{what} {name!r}", stored, is_scattered(folder))
     return model
 
 
@@ -365,6 +388,24 @@ def check_finite(model: Any, what: str, dtype: str) -> None:
         )
 
 
+def _pickles(folder: Path) -> list[str]:
+    """The pickled weights in a local folder that has no safetensors."""
+    if any(folder.glob("*.safetensors")):
+        return []
+    return sorted(f.name for end in ("bin", "pt", "pth") for f in folder.glob(f"*model*.{end}"))
+
+
+def _pickles_refused(name: str, what: str, pickle: str) -> UserError:
+    convert = "; ".join(
+        f"t.{kind}.from_pretrained({name!r}).save_pretrained('OUT')"
+        for kind in ("AutoModelForCausalLM", "AutoTokenizer")
+    )
+    return UserError(
+        f"{what} {name!r} holds its weights in {pickle}, which may run code when read: only safetensors are read. "
+        f'Where you trust it, convert it: python -c "import transformers as t; {convert}"'
+    )
+
+
 def _load_error(
     name: str, what: str, folder: str, files: Sequence[str], error: Exception
 ) -> UserError:
@@ -379,11 +420,18 @@ def _load_error(
                 read_json_object(path, f"a {path.name}")
             except UserError as reason:
                 return UserError(f"{what} {name!r} cannot be loaded: {reason}")
+    if "does not appear to have" in str(error) and "safetensors" in str(error):  # on the Hub
+        return _pickles_refused(name, what, "pickles (.bin)")
     if "ignore_mismatched_sizes" in str(error):
         return UserError(
             f"{what} {name!r} has weights of other shapes than its config.json says: restore its files"
         )
+    q = stated_quantization(folder) if Path(folder).is_dir() else None
     advice = ": restore its files" if Path(name).is_dir() else ""
+    if q is not None:
+        advice = (
+            f": its weights are quantised by {q['quant_method']!r}, which is left to transformers"
+        )
     return UserError(
         f"{what} {name!r} cannot be loaded ({load_error(name, 'model', error)}){advice}"
     )

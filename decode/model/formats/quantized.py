@@ -1,9 +1,8 @@
-"""Weights of fewer bits: checkpoints in GPTQ, AWQ, FP8 and compressed-tensors, and torchao's linear layers.
+"""Checkpoints with weights of few bits (packed_weights.py), and torchao's linear layers.
 
 A checkpoint is dequantised once into a cached folder of safetensors, which is then loaded like any other. The folder
 holds the weights in float32, exactly as the checkpoint's numbers define them, the tokenizer's files, and
 `quantized.json`, which says what they were made from. No kernels are needed, and none of their memory is saved.
-GPTQ: Frantar et al., arXiv 2210.17323. AWQ: Lin et al., arXiv 2306.00978.
 """
 
 import hashlib
@@ -21,213 +20,51 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import read_json_object, write_atomically
 from decode.model.formats.made_folders import made_folder
-
-# ---- arithmetic of the forms ----
-
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, of eight, whose number is in each four bits of an AWQ word, from the lowest bits up."""
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """[..., W * 32 / bits] the numbers in int32 `words` [..., W], from the lowest bits up, each 0 … 2**bits - 1."""
-    shifts = torch.arange(0, 32, bits, device=words.device)
-    numbers = (words.long()[..., None] >> shifts) & (2**bits - 1)
-    return numbers.flatten(-2)
-
-
-def _in_order(columns: Tensor) -> Tensor:
-    """The columns [N, out] of unpacked AWQ words, each at its own place."""
-    at = torch.tensor(AWQ_ORDER, device=columns.device).argsort()
-    return columns.unflatten(-1, (-1, 8))[..., at].flatten(-2)
-
-
-def scaled_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight [out, in] in eight bits times a `scale` of one number, or [out, 1], or [out, G] for groups of inputs.
-
-    ValueError for a scale of another shape.
-    """
-    if scale.numel() == 1:
-        return weight.float() * scale.float().reshape(1, 1)
-    if len(scale) != len(weight):
-        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each row")
-    scale = scale.float().reshape(len(weight), -1)
-    return weight.float() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-
-
-def block_scaled_weight(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """weight [out, in] in eight bits times `scale`, one number for each block of `block` rows and columns.
-
-    The last blocks of rows and columns may be smaller. ValueError for a scale that has not one number for each block.
-    """
-    rows, columns = weight.shape
-    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
-        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each block")
-    full = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return weight.float() * full[:rows, :columns]
-
+from decode.model.formats.packed_weights import (
+    METHODS,
+    Config,
+    is_act_order,
+    is_few_bits,
+    plain_weights,
+    quantised_layers,
+)
 
 # ---- checkpoints ----
-
-Config = dict[str, Any]
-Read = Callable[[str], Tensor | None]
-"""A tensor of the checkpoint by its name, None if it has none of that name."""
 
 SOURCE_FILE = "quantized.json"
 """Written last into a folder, so that a folder with it is whole."""
 SCALES_FILE = "w8a8_scales"
 """Of a checkpoint in W8A8: safetensors with the scales [out] of each layer, whose weight is whole numbers times them.
 Its name keeps it out of the weights that transformers reads."""
-FORM = 2
+FORM = 3
 """Changes with what is written into the folder."""
 SHARD_BYTES = 4 << 30
 KEPT = (".json", ".jinja", ".txt", ".model")
 """Files beside the weights that are copied."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates beside the default one."""
-UNUSED = (".input_scale", ".output_scale", ".activation_scale")
-"""Tensors for activations in eight bits; activations here keep the dtype that is computed in."""
-
-
-def _check_gptq(q: Config) -> str:
-    if q.get("bits") not in (2, 4, 8):
-        return f"has GPTQ weights of {q.get('bits')} bits; those of 2, 4 and 8 are read"
-    kind = q.get("checkpoint_format", "gptq")
-    return "" if kind in ("gptq", "gptq_v2") else f"has GPTQ weights in the form {kind!r}"
-
-
-def _check_awq(q: Config) -> str:
-    version = str(q.get("version", "gemm")).lower()
-    if q.get("bits", 4) != 4 or version != "gemm" or not q.get("zero_point", True):
-        return "has AWQ weights other than those of version gemm with 4 bits and zero points"
-    return ""
-
-
-def _check_fp8(q: Config) -> str:
-    return "" if q.get("expert_dtype", "fp8") == "fp8" else "has experts in four bits"
-
-
-def _check_compressed(q: Config) -> str:
-    known = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-    if q.get("format") not in known:
-        return (
-            f"has compressed tensors in the form {q.get('format')!r}; {', '.join(known)} are read"
-        )
-    return "has scales for its KV cache" if q.get("kv_cache_scheme") else ""
-
-
-def _gptq(name: str, read: Read, q: Config) -> Tensor | None:
-    """From qweight [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out] and each input's group [in]."""
-    qweight, qzeros, scales, group = (
-        read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
-    )
-    if qweight is None or qzeros is None or scales is None:
-        return None
-    bits = q["bits"]
-    if group is None:
-        inputs = len(qweight) * 32 // bits
-        group = torch.arange(inputs) // (inputs // len(scales))
-    group = group.long()
-    numbers = unpack(qweight.T, bits)  # [out, in]
-    # Checkpoints of format gptq store zero points less 1, those of gptq_v2 as they are.
-    zeros = unpack(qzeros, bits) + int(q.get("checkpoint_format", "gptq") == "gptq")  # [G, out]
-    return (numbers - zeros[group].T).float() * scales.float()[group].T
-
-
-def _awq(name: str, read: Read, q: Config) -> Tensor | None:
-    """From qweight [in, out / 8], qzeros [G, out / 8], both in the order of AWQ's GEMM kernel, and scales [G, out], for
-    groups of in / G inputs that follow each other."""
-    qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
-    if qweight is None or qzeros is None or scales is None:
-        return None
-    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
-    group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
-    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
-
-
-def _fp8(name: str, read: Read, q: Config) -> Tensor | None:
-    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale_inv")
-    if weight is None or scale is None:
-        return None
-    if scale.numel() == 1:
-        return scaled_weight(weight, scale)
-    rows, columns = q.get("weight_block_size") or (128, 128)
-    return block_scaled_weight(weight, scale, (rows, columns))
-
-
-def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
-    words, scale = read(f"{name}.weight_packed"), read(f"{name}.weight_scale")
-    weight, zero = read(f"{name}.weight"), read(f"{name}.weight_zero_point")
-    if words is not None and scale is not None:
-        shape = read(f"{name}.weight_shape")
-        return None if shape is None else _packed(name, words, shape, scale, zero, read)
-    if weight is None or scale is None:
-        return None
-    if zero is not None and bool(zero.float().any()):
-        raise UserError(f"{name} has zero points, which are not read")
-    return scaled_weight(weight, scale)
-
-
-def _packed(
-    name: str, words: Tensor, shape: Tensor, scale: Tensor, zero: Tensor | None, read: Read
-) -> Tensor:
-    """From `words` [out, in * bits / 32], `shape` (out, in), `scale` [out, G], zero points [out * bits / 32, G] of the
-    asymmetric form, and each input's group [in] of the one in act-order. Numbers are stored plus half their range."""
-    outputs, inputs = shape.tolist()
-    bits = {-(-inputs * b // 32): b for b in (8, 4)}.get(words.shape[1])
-    if bits is None:
-        raise UserError(f"{name} has numbers of neither 4 nor 8 bits")
-    middle, groups = 2 ** (bits - 1), scale.shape[1]
-    numbers = unpack(words, bits)[:, :inputs] - middle
-    group = read(f"{name}.weight_g_idx")
-    if group is None or bool((group < 0).any()):  # -1: not in act-order
-        if inputs % groups:
-            raise UserError(f"{name} has {groups} groups of unequal size for its {inputs} inputs")
-        group = torch.arange(inputs) // (inputs // groups)
-    group = group.long()
-    if zero is not None and zero.dtype == torch.int32:
-        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group]
-    elif zero is not None and bool(zero.float().any()):
-        raise UserError(f"{name} has zero points that are not packed")
-    return numbers.float() * scale.float()[:, group]
-
-
-METHODS: dict[
-    str,
-    tuple[Callable[[Config], str], Callable[[str, Read, Config], Tensor | None], tuple[str, ...]],
-] = {
-    "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
-    "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
-    "fp8": (_check_fp8, _fp8, (".weight_scale_inv",)),
-    "compressed-tensors": (
-        _check_compressed,
-        _compressed,
-        (".weight_packed", ".weight_scale", ".weight_zero_point"),
-    ),
-}
-"""{quant_method: (why a config of it is not read, or ""; the weight of a layer, None if parts of it are missing; what
-the names of its tensors end in)}"""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older exports of ModelOpt say what config.json says in newer ones."""
 
 
 def quantized_folder(name: str, revision: str | None = None) -> str | None:
-    """The cached folder with the plain weights of `name`, a folder or Hub name; None where it is not one of METHODS.
+    """The cached folder with the plain weights of `name`, a folder or Hub name; None where they are not quantised, or
+    by a method that transformers loads itself (it names the packages that it needs).
 
-    Methods that are not listed are left to transformers, which loads some and names the packages that others need.
-    UserError for a form of these methods that is not read, and for files that are damaged.
+    UserError for other methods, for a form that is not read, and for files that are damaged.
     """
-    config_file = _config_file(name, revision)
-    if config_file is None:
+    q = stated_quantization(name, revision)
+    if q is None:
         return None
-    try:
-        q = read_json_object(config_file, "a config.json").get("quantization_config")
-    except UserError:  # loading it will say what is wrong
+    known = q["quant_method"] in METHODS
+    if not known and loads_itself(q):
         return None
-    if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
-        return None
-    reason = METHODS[q["quant_method"]][0](q)
+    reason = METHODS[q["quant_method"]].refusal(q) if known else _unknown(q)
     if reason:
         raise UserError(
             f"{name!r} {reason}: take the model's original folder, or one in a form that docs/families.md lists"
@@ -248,30 +85,99 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
         raise UserError(f"{name!r}: {refused}" if refused else broken) from error
 
 
-def check_whole_numbers(folder: Path, name: str) -> None:
-    """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
-    read as weights, since nothing says what they are to be multiplied by."""
+def stated_quantization(name: str, revision: str | None = None) -> Config | None:
+    """How a folder or Hub name says that its weights are quantised, with a quant_method; None where it does not say."""
+    config_file = _stored_file(name, revision, "config.json")
+    if config_file is None:
+        return None
+    try:
+        q = read_json_object(config_file, "a config.json").get("quantization_config")
+        if not q:
+            file = _stored_file(name, revision, MODELOPT_FILE)
+            q = read_json_object(file, "of ModelOpt").get("quantization") if file else None
+            q = {"quant_method": "modelopt"} | q if isinstance(q, dict) else None
+    except UserError:  # loading it will say what is wrong
+        return None
+    if not isinstance(q, dict):
+        return None
+    q |= q.get("quantization") or {}  # some exports of ModelOpt
+    if "quant_method" not in q and not {"load_in_4bit", "load_in_8bit"} & q.keys():
+        q = {"quant_method": "unknown"} | q
+    return {"quant_method": "bitsandbytes"} | q
+
+
+def loads_itself(q: Config) -> bool:
+    """Whether transformers has a quantiser for the method of a config; one without drops the config with a warning."""
+    method = q["quant_method"]
+    return method in AUTO_QUANTIZER_MAPPING or method == "bitsandbytes"
+
+
+def _unknown(q: Config) -> str:
+    return f"has weights that are quantised by {q['quant_method']!r}, which is not read"
+
+
+def few_bit_tensors(folder: Path) -> dict[str, tuple[str, Path]]:
+    """{name: (safetensors' name of its dtype, file)} of the tensors in eight bits or fewer in a folder."""
+    found: dict[str, tuple[str, Path]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as stored:
                 kinds = {key: stored.get_slice(key).get_dtype() for key in stored.keys()}  # noqa: SIM118
         except Exception:  # damaged: loading it will say so
             continue
-        for key, kind in kinds.items():
-            if kind.startswith(("F8", "F4")) or (key.endswith(".weight") and kind in ("I8", "U8")):
+        found |= {key: (kind, file) for key, kind in kinds.items() if is_few_bits(kind)}
+    return found
+
+
+def check_whole_numbers(folder: Path, name: str) -> None:
+    """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
+    read as weights, since nothing says what they are to be multiplied by."""
+    for key, (kind, _) in few_bit_tensors(folder).items():
+        if kind.startswith("F") or key.endswith(".weight"):
+            raise UserError(
+                f"{name!r}: {key} is {kind}, and config.json has no quantization_config that says what its numbers "
+                "mean: restore its config.json"
+            )
+
+
+def check_bare_numbers(model: Any, folder: Path, what: str) -> None:
+    """UserError if a weight of the loaded `model` is the bare numbers in eight bits or fewer of a tensor in the files.
+
+    Whoever loaded it, and whatever its config says: a weight has to be such numbers times a scale.
+    """
+    stored = few_bit_tensors(folder)
+    if not stored:
+        return
+    weights = {
+        n: p for n, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1
+    }
+    for key, (kind, file) in stored.items():
+        # transformers adds the name of the base model where files lack it, and takes it away
+        for name in (key, *(w for w in weights if w.endswith(f".{key}") or key.endswith(f".{w}"))):
+            if name not in weights or weights[name].is_meta:
+                continue
+            with safe_open(file, framework="pt") as tensors:
+                bare = tensors.get_tensor(key).to(weights[name].dtype)
+            if bare.any() and bare.equal(weights[name].detach().cpu()):
+                method = (vars(model.config).get("quantization_config") or {}) or None
+                by = f"quantised by {_method(method)!r}" if method else "named by no config"
                 raise UserError(
-                    f"{name!r}: {key} is {kind}, and config.json has no quantization_config that says what its numbers "
-                    "mean: restore its config.json"
+                    f"{what}: {key} is {kind}, {by}, and its bare numbers would be the weights: take the model's "
+                    "original folder"
                 )
 
 
-def _config_file(name: str, revision: str | None) -> Path | None:
-    """config.json of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
+def _method(q: Any) -> str:
+    return str((q if isinstance(q, dict) else vars(q)).get("quant_method"))
+
+
+def _stored_file(name: str, revision: str | None, file: str) -> Path | None:
+    """A file of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
     if Path(name).exists():
-        file = Path(name) / "config.json"
-        return file if file.is_file() else None
+        path = Path(name) / file
+        return path if path.is_file() else None
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
+        return Path(hf_hub_download(name, file, revision=revision))
     except Exception:  # no such name, no network: loading it will give the reason
         return None
 
@@ -281,24 +187,47 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise UserError("there are no safetensors: take a folder that has them")
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    content = [FORM, str(folder.resolve()), (folder / "config.json").read_text(), stats]
+    stats = [(file.name, *_state(file)) for file in weights]
+    texts = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in _kept_files(folder)
+    }
+    content = [FORM, str(folder.resolve()), stats, texts]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     save = partial(_save_plain, folder, weights, q, source)
     return made_folder("quantized", digest[:16], SOURCE_FILE, f"{source!r}", save)
 
 
+def _state(file: Path) -> tuple[int, int, int, int]:
+    """What changes when a file is replaced, whatever its name and times are set to."""
+    stat = file.resolve().stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _kept_files(folder: Path) -> list[Path]:
+    """The files beside the weights that a folder with plain weights has as well."""
+    beside = [file for file in folder.iterdir() if file.suffix in KEPT and file.is_file()]
+    named = (folder / NAMED_TEMPLATES).glob("*.jinja")
+    return sorted([*(file for file in beside if not file.name.endswith(".index.json")), *named])
+
+
 def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made: Path) -> None:
-    for file in folder.iterdir():
-        if file.name == NAMED_TEMPLATES:
-            shutil.copytree(file, made / file.name)
-        elif file.suffix in KEPT and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, made / file.name)
+    for file in _kept_files(folder):
+        copy = made / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    (made / MODELOPT_FILE).unlink(missing_ok=True)
     config = read_json_object(folder / "config.json", "a config.json")
-    config.pop("quantization_config")
+    config.pop("quantization_config", None)
     write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
-    _save_shards(plain_tensors(weights, q), made)
-    note = {"source": source, "quant_method": q["quant_method"]}
+    names, load = open_tensors(weights)
+    _save_shards(plain_weights(names, load, q), made)
+
+    def read(name: str) -> Tensor | None:
+        return load(name) if name in names else None
+
+    note: Config = {"source": source, "quant_method": q["quant_method"]}
+    note["act_order"] = any(is_act_order(layer, read) for layer in quantised_layers(names, q))
     activations = activation_refusal(q)
     if activations == "":
         save_file(w8a8_scales(weights), made / SCALES_FILE)
@@ -307,52 +236,21 @@ def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made:
     write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
-def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
-
-    UserError as `plain_weights`.
-    """
+def open_tensors(files: list[Path]) -> tuple[Collection[str], Callable[[str], Tensor]]:
+    """(names of all tensors in the safetensors `files`, what gives the tensor of a name)."""
     opened = [safe_open(file, framework="pt") for file in files]
     place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return plain_weights(place, lambda name: place[name].get_tensor(name), q)
+    return place.keys(), lambda name: place[name].get_tensor(name)
 
 
-def plain_weights(
-    names: Collection[str], load: Callable[[str], Tensor], q: Config
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+def is_scattered(folder: str) -> bool:
+    """Whether the inputs of a group do not follow each other in the checkpoint that a cached folder was made from."""
+    return bool(_note(folder).get("act_order"))
 
-    UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
-    """
-    _, dequantize, endings = METHODS[q["quant_method"]]
 
-    def read(name: str) -> Tensor | None:
-        return load(name) if name in names else None
-
-    layers = {
-        name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)
-    }
-    if not layers:
-        raise UserError(
-            f"config.json says that the weights are quantised ({q['quant_method']}), and no layer's are: restore its "
-            "files"
-        )
-    for layer in sorted(layers):
-        weight = dequantize(layer, read, q)
-        if weight is None:
-            raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
-        yield f"{layer}.weight", weight
-    for name in sorted(names):
-        quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
-        if quantized or name.endswith(UNUSED):
-            continue
-        tensor = load(name)
-        if tensor.is_floating_point() and tensor.element_size() > 1:
-            yield name, tensor.float()
-        elif tensor.dtype in (torch.int64, torch.bool):  # a buffer
-            yield name, tensor
-        else:
-            raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
+def _note(folder: str) -> Config:
+    note = Path(folder) / SOURCE_FILE
+    return read_json_object(note, "a note") if note.is_file() else {}
 
 
 # ---- activations in eight bits ----
@@ -365,6 +263,8 @@ def activation_refusal(q: Config) -> str | None:
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
     if not inputs:
         return None
+    if q.get("kv_cache_scheme"):
+        return "a KV cache in eight bits"
     if len(inputs) < len(groups) or any(group.get("output_activations") for group in groups):
         return "layers of several kinds"
     weights = [group.get("weights") or {} for group in groups]
@@ -398,8 +298,7 @@ def stored_scales(folder: str, name: str) -> dict[str, Tensor]:
 
     UserError for one that rounds its activations in another way.
     """
-    note = Path(folder) / SOURCE_FILE
-    refused = read_json_object(note, "a note").get("activations") if note.is_file() else None
+    refused = _note(folder).get("activations")
     if refused:
         raise UserError(
             f"{name!r} has {refused}, which dtype w8a8 does not compute: it is dynamic for each token and symmetric; "

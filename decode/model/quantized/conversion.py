@@ -18,7 +18,7 @@ from decode.model.formats.quantized import quantize_linear_layers
 from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import layers_of_one_input
 from decode.model.quantized.int4 import GROUP, Int4Linear, W4A8Linear
-from decode.model.quantized.layers import QuantizedLinear, fused_parts
+from decode.model.quantized.layers import FusedPart, QuantizedLinear, fused_parts
 from decode.model.quantized.vnni import is_available
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.recurrent import has_recurrent_layers
@@ -36,12 +36,17 @@ KINDS: dict[str, type[QuantizedLinear]] = {
 
 
 def quantize_model(
-    model: Any, dtype: str, what: str, stored: Mapping[str, Tensor] | None = None
+    model: Any,
+    dtype: str,
+    what: str,
+    stored: Mapping[str, Tensor] | None = None,
+    scattered: bool = False,
 ) -> None:
     """Gives a model the linear layers of `dtype`, int8 or one of KINDS, in place; others change nothing.
 
     `what` is its role and name. Of a checkpoint in W8A8 `stored` has the scales [N] of each of its layers, which alone
-    are then W8A8. UserError for a model or a device that this dtype is not for.
+    are then W8A8. `scattered`: inputs that share a scale do not follow each other in the checkpoint that the weights
+    come from. UserError for a model or a device that this dtype is not for.
     """
     if dtype.startswith("int8"):
         quantize_linear_layers(model, dtype)
@@ -62,10 +67,8 @@ def quantize_model(
             fuse_layers(part, KINDS[dtype])
         quantize_network(layer, dtype)
     replace_head(model, KINDS[dtype])
-    if dtype == "w4a8" and not any(type(part) is W4A8Linear for part in model.modules()):
-        raise UserError(
-            f"{what}: no weight of it has four bits, as those of a GGUF of Q4_K_M do: choose dtype w8a8"
-        )
+    if dtype == "w4a8":
+        say_what_has_more_bits(model, what, scattered)
 
 
 def refusal(model: Any, dtype: str) -> str:
@@ -140,6 +143,23 @@ def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
 def fits(weight: Tensor, kind: type[QuantizedLinear]) -> bool:
     """Whether a weight [N, K] can be of this kind: four bits need whole groups."""
     return kind is not Int4Linear or weight.shape[1] % GROUP == 0
+
+
+def say_what_has_more_bits(model: Any, what: str, scattered: bool) -> None:
+    """A line for the products of a model in w4a8 that are W8A8. UserError if all are."""
+    parts = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
+    layers = [part for part in parts if not isinstance(part, FusedPart)]
+    other = sum(type(part) is not W4A8Linear for part in layers)
+    reason = "have more than four bits"
+    if scattered:
+        reason = f"are in act-order: their groups are scattered, and {GROUP} neighbours need one scale"
+    if other == len(layers):
+        why = reason if scattered else "have none of four bits, as those of a GGUF of Q4_K_M do"
+        raise UserError(f"{what}: its weights {why}: choose dtype w8a8")
+    if other:
+        damage.warn_once(
+            f"{what}: {other} of {len(layers)} products are w8a8, because their weights {reason}"
+        )
 
 
 def say_what_stays(model: Any, dtype: str, what: str) -> None:

@@ -91,6 +91,40 @@ def test_changed_weights_are_packed_again(change: str) -> None:
     assert layer.packed is first, "unchanged weights are packed once"
 
 
+def swap(layer: torch.nn.Linear) -> None:
+    layer.weight.data[[0, 1]] = layer.weight.data[[1, 0]]
+
+
+PARTS: dict[str, Callable[[torch.nn.Linear], Any]] = {
+    "a row": lambda layer: layer.weight.data[3].fill_(0.9),
+    "a column": lambda layer: layer.weight.data[:, 5].fill_(0.9),
+    "one number": lambda layer: layer.weight.data[7, 11].add_(1.0),
+    "two rows exchanged": swap,
+    "a mask": lambda layer: layer.weight.data.masked_fill_(layer.weight.data.abs() < 0.01, 1.0),
+    "its bias": lambda layer: layer.bias.data[2].add_(1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_that_are_set_through_data_are_seen(part: str, dtype: torch.dtype) -> None:
+    """Catches an ablation that decodes on with old weights: writes through `.data` raise no version, and none of them
+    need hit the numbers that a sample would compare."""
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.nn.Linear(300, 40).to(dtype))
+    x = torch.randn(5, 300, dtype=dtype)
+    with torch.inference_mode():
+        layer(x)
+    before = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    PARTS[part](layer)
+    begin_request()
+    with torch.inference_mode():
+        got = layer(x)
+    right = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert (right - before).abs().max() > 0.05
+    torch.testing.assert_close(got, right)
+
+
 def test_a_wider_dtype_takes_the_usual_way() -> None:
     """Catches float64, in which ties are judged and which oneDNN lacks."""
     layer = PackedLinear(torch.nn.Linear(24, 12).double())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import decode
-from decode.model.formats import quantized as formats
+from decode.model.formats import packed_weights as formats
+from decode.model.formats import quantized as formats_folder
 from decode.model.formats.quantized import SOURCE_FILE, quantized_folder
 from decode.model.loading import load_target
+from decode.model.quantized import vnni
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.runner import ModelRunner
 from decode.serving.running import vllm_client
@@ -112,8 +115,81 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "marlin": ("gptq4", {"checkpoint_format": "marlin"}, "in the form 'marlin'"),
     "gemv": ("awq", {"version": "gemv"}, "other than those of version gemm"),
     "sparse": ("int8-channels", {"format": "sparse-bitmask"}, "in the form 'sparse-bitmask'"),
-    "kv": ("int8-channels", {"kv_cache_scheme": {"num_bits": 8}}, "scales for its KV cache"),
-}
+    "other bits than stated": ("gptq8", {"bits": 4}, "has numbers of 8 bits, and config.json says 4"),
+    "NVFP4 of ModelOpt": ("modelopt-tensor", {"quant_algo": "NVFP4"}, "ModelOpt weights in the form 'NVFP4'"),
+    "NVFP4": ("int4-words", {"format": "nvfp4-pack-quantized"}, "in the form 'nvfp4-pack-quantized'"),
+    "one group in four-bit floats": (
+        "fp8-channels",
+        {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}, "b": {}}},
+        "in the form 'mxfp4-pack-quantized'",
+    ),
+    "unknown method": ("fp8-tensor", {"quant_method": "mine"}, "quantised by 'mine', which is not read"),
+    "no method": ("fp8-tensor", {"quant_method": ""}, "quantised by '', which is not read"),
+}  # fmt: skip
+
+
+def test_a_method_of_a_file_of_its_own_is_found(tmp_path: Path) -> None:
+    """Catches FP8 of older ModelOpt exports, whose config.json names no method, taken for damaged files."""
+    model = quantized("modelopt-tensor", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="config.json has no quantization_config"):
+        load_target(str(tmp_path), "cpu")
+    note = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(note))
+    got = load_target(str(tmp_path), "cpu").runner.model.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize(
+    "changed", ["chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
+)
+def test_a_made_folder_follows_what_lies_beside_the_weights(changed: str, tmp_path: Path) -> None:
+    """Catches an old chat template or generation_config that a folder made before goes on giving."""
+    quantized("awq", tmp_path)
+    file = tmp_path / changed
+    times = file.stat() if file.exists() else None
+    first = Path(quantized_folder(str(tmp_path)) or "")
+    old = json.loads(file.read_text()) if changed.endswith(".json") else {}
+    text = json.dumps(old | {"eos_token_id": [7]}) if old else "A {{ messages }}"
+    file.write_text(text)
+    if times is not None:  # as rsync and cp -p leave them
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second = Path(quantized_folder(str(tmp_path)) or "")
+    assert second != first
+    assert (second / changed).read_text() == text
+
+
+def test_weights_of_equal_size_and_time_are_other_weights(tmp_path: Path) -> None:
+    """Catches a replaced file that kept its size and its time of change, which names the old folder."""
+    quantized("awq", tmp_path)
+    first, times = quantized_folder(str(tmp_path)), (tmp_path / WEIGHTS).stat()
+    content = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(tmp_path / WEIGHTS, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert quantized_folder(str(tmp_path)) != first
+
+
+def test_bare_numbers_are_found_in_a_loaded_model(tmp_path: Path) -> None:
+    """Catches a loader that takes codes for weights whatever config.json says, as transformers does with a method that
+    it does not know; and a check that takes real weights for codes."""
+    model = quantized("fp8-tensor", tmp_path)
+    formats_folder.check_bare_numbers(model, tmp_path, "target x")
+    name = "model.layers.1.mlp.up_proj"
+    stored = load_file(tmp_path / WEIGHTS)[f"{name}.weight"]
+    model.get_submodule(name).weight.data = stored.float()
+    with pytest.raises(UserError, match=rf"target x: {name}.weight is F8_E4M3, named by no config"):
+        formats_folder.check_bare_numbers(model, tmp_path, "target x")
+
+
+@pytest.mark.skipif(not vnni.is_available(), reason="needs AVX512-VNNI")
+def test_w4a8_says_why_it_keeps_no_four_bits(tmp_path: Path) -> None:
+    """Catches a checkpoint in act-order that "has no weight of four bits"."""
+    quantized("gptq4-act-order", tmp_path / "order")
+    with pytest.raises(UserError, match="act-order: their groups are scattered"):
+        load_target(str(tmp_path / "order"), "cpu", "w4a8")
 
 
 def test_what_vllm_serves_is_not_dequantised(tmp_path: Path, cache: Path) -> None:
@@ -137,6 +213,9 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
     for form, part, reason in (
         ("awq", "qzeros", "lacks some"),
         ("fp8", "weight_scale_inv", "no scale"),
+        ("fp8-tensor", "weight_scale", "no scale"),
+        ("modelopt-tensor", "weight_scale", "no scale"),
+        ("int8-groups", "weight_scale", "lacks some"),
     ):
         quantized(form, tmp_path / form)
         tensors = load_file(tmp_path / form / WEIGHTS)
@@ -167,6 +246,7 @@ REFUSED_ACTIVATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "asymmetric": ({}, {"symmetric": False}, "asymmetric activations"),
     "asymmetric weights": ({"symmetric": False}, {}, "asymmetric weights"),
+    "kv": ({}, {}, "a KV cache in eight bits"),
     "grouped": ({"strategy": "group", "group_size": 32}, {}, "weights with a scale for each group"),
     "four bits": ({}, {"num_bits": 4}, "activations that are not whole numbers of eight bits"),
 }
@@ -195,7 +275,8 @@ def test_other_activations_are_refused(case: str, tmp_path: Path) -> None:
     """Bug: activations that are rounded in another way than the checkpoint says."""
     weights, inputs, reason = REFUSED_ACTIVATIONS[case]
     group = {"weights": CHANNEL | weights, "input_activations": TOKEN | inputs}
-    quantized("int8-channels", tmp_path, config_groups={"group_0": group})
+    kv = {"kv_cache_scheme": {"num_bits": 8}} if case == "kv" else {}
+    quantized("int8-channels", tmp_path, config_groups={"group_0": group}, **kv)
     with pytest.raises(UserError, match=f"has {reason}, which dtype w8a8 does not compute"):
         load_target(str(tmp_path), "cpu", "w8a8")
     load_target(str(tmp_path), "cpu")

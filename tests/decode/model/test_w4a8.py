@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import SpeculativeEngine, decode
@@ -161,11 +162,20 @@ def test_a_gguf_keeps_its_four_bits(tmp_path: Path) -> None:
     assert kept > 0
 
 
+@needs_vnni
+def test_products_with_more_bits_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches layers of a model in w4a8 that become W8A8 without a word."""
+    damage.warn_once.cache_clear()
+    four_bit_model()
+    said = "tiny: 1 of 13 products are w8a8, because their weights have more than four bits"
+    assert said in capsys.readouterr().err
+
+
 def test_what_w4a8_is_not_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "is_available", lambda: False)
         with pytest.raises(UserError, match=r"target x: dtype w4a8 needs a CPU with AVX512-VNNI"):
             quantize_model(tiny_model("llama"), "w4a8", "target x")
     if vnni.is_available():
-        with pytest.raises(UserError, match=r"target x: no weight of it has four bits"):
+        with pytest.raises(UserError, match=r"target x: its weights have none of four bits"):
             quantize_model(tiny_model("llama"), "w4a8", "target x")

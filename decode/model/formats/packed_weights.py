@@ -1,0 +1,335 @@
+"""Weights of few bits, as GPTQ, AWQ, FP8, ModelOpt and compressed-tensors hold them, and the numbers that they mean.
+
+Bits and groups are told by the shapes of a layer's tensors, and have to be what config.json says of that layer. A
+number in eight bits or fewer is read with its scale or refused. GPTQ: Frantar et al., arXiv 2210.17323. AWQ: Lin et
+al., arXiv 2306.00978.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.common.errors import UserError
+
+Config = dict[str, Any]
+"""quantization_config of a config.json."""
+Read = Callable[[str], Tensor | None]
+"""A tensor of the checkpoint by its name, None if it has none of that name."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column, of eight, whose number is in each four bits of an AWQ word, from the lowest bits up."""
+WORD_BITS = 32
+BLOCK = (128, 128)
+"""Rows and columns that share a scale where config.json names no others."""
+UNUSED = tuple(
+    f".{what}{end}"
+    for what in ("input", "output", "activation", "k", "v", "q", "kv", "prob")
+    for end in ("_scale", "_zero_point")
+)
+"""Tensors for activations and K/V in eight bits; here both keep the dtype that is computed in."""
+COMPRESSED_FORMS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+MODELOPT_FORMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A quant_method of config.json that is read."""
+
+    refusal: Callable[[Config], str]
+    """Why a config of it is not read; "" where it is."""
+    weight: Callable[[str, Read, Config], Tensor | None]
+    """The weight [out, in] of the layer of that name in float32; None if parts of it are missing."""
+    endings: tuple[str, ...]
+    """What the names of a layer's tensors end in: a layer with one of them is quantised."""
+
+
+# ---- numbers, scales and groups ----
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """[..., W * 32 / bits] the numbers in int32 `words` [..., W], from the lowest bits up, each 0 … 2**bits - 1."""
+    shifts = torch.arange(0, WORD_BITS, bits, device=words.device)
+    numbers = (words.long()[..., None] >> shifts) & (2**bits - 1)
+    return numbers.flatten(-2)
+
+
+def group_of_inputs(stored: Tensor | None, inputs: int, groups: int, stated: Any = None) -> Tensor:
+    """[in] the group of each input: what is `stored` of it, else `stated` inputs in turn, or as many for each group.
+
+    UserError where neither gives this number of groups.
+    """
+    if stored is not None and bool((stored >= 0).all()):  # -1: not in act-order
+        if len(stored) != inputs or int(stored.max()) >= groups:
+            raise UserError(f"groups of {len(stored)} inputs are stored for {inputs}")
+        return stored.long()
+    if isinstance(stated, int) and stated > 0 and -(-inputs // stated) == groups:
+        return torch.arange(inputs) // stated
+    if inputs % groups:
+        raise UserError(f"there are {groups} groups of unequal size for {inputs} inputs")
+    return torch.arange(inputs) // (inputs // groups)
+
+
+def scaled_weight(
+    weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, group: Tensor | None = None
+) -> Tensor:
+    """weight [out, in] in eight bits times a `scale` of one number, or [out], or [out, G] for groups of inputs (`group`
+    [in] says which, else they follow each other), or one number for each block of `block` rows and columns, of which
+    the last may be smaller. UserError for a scale of another shape, or that is a code itself."""
+    if not scale.is_floating_point() or weight.itemsize > 1 or weight.dtype == torch.bool:
+        raise UserError(f"a weight of {weight.dtype} has a scale of {scale.dtype}")
+    weight, scale = weight.float(), scale.float()
+    rows, columns = weight.shape
+    if scale.ndim == 4:  # ModelOpt: [rows, 1, columns, 1]
+        scale = scale[:, 0, :, 0]
+    if scale.numel() == 1:
+        return weight * scale.reshape(1, 1)
+    if len(scale) == rows and scale.ndim <= 2:
+        scale = scale.reshape(rows, -1)
+        return weight * scale[:, group_of_inputs(group, columns, scale.shape[1])]
+    if tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+        full = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        return weight * full[:rows, :columns]
+    raise UserError(
+        f"a scale of shape {list(scale.shape)} is neither one number nor one for each row or each block of "
+        f"{block[0]} x {block[1]} of {rows} x {columns}"
+    )
+
+
+# ---- GPTQ and AWQ ----
+
+
+def stated_of_layer(name: str, q: Config) -> Config:
+    """What the config says of one layer. GPTQModel's `dynamic` has other settings for layers whose name a pattern
+    matches from its beginning; the first that does counts."""
+    for pattern, changes in (q.get("dynamic") or {}).items():
+        if re.match(re.sub(r"^[+-]:", "", pattern), name):
+            return q | (changes or {})
+    return q
+
+
+def _layer_bits(name: str, words: Tensor, count: int, q: Config) -> int:
+    """Bits of `count` numbers in a row of `words` [N, W]. UserError if config.json says another number of bits."""
+    bits, rest = divmod(words.shape[1] * WORD_BITS, count)
+    stated = q.get("bits", bits)
+    if rest or bits != stated or bits not in (2, 4, 8):
+        held = f"numbers of {bits} bits" if not rest else "words for no whole number of bits"
+        raise UserError(
+            f"{name} has {held}, and config.json says {stated}; those of 2, 4 and 8 are read"
+        )
+    return bits
+
+
+def _check_gptq(q: Config) -> str:
+    if q.get("bits") not in (2, 4, 8):
+        return f"has GPTQ weights of {q.get('bits')} bits; those of 2, 4 and 8 are read"
+    kind = _gptq_form(q)
+    return "" if kind in ("gptq", "gptq_v2") else f"has GPTQ weights in the form {kind!r}"
+
+
+def _gptq_form(q: Config) -> Any:
+    return q.get("checkpoint_format") or q.get("format") or "gptq"
+
+
+def _gptq_zeros(words: Tensor, bits: int, q: Config) -> Tensor:
+    """[G, out] the zero points of `words` [G, out * bits / 32].
+
+    Format gptq stores them less 1, modulo 2**bits. GPTQModel subtracts from whole words, so that a zero point of 0
+    borrows from its neighbour; everybody else from each number. Format gptq_v2 stores them as they are.
+    """
+    if _gptq_form(q) == "gptq_v2":
+        return unpack(words, bits)
+    if "gptqmodel" in str((q.get("meta") or {}).get("quantizer")):
+        return unpack(words.long() + sum(1 << at for at in range(0, WORD_BITS, bits)), bits)
+    return (unpack(words, bits) + 1) & (2**bits - 1)
+
+
+def _gptq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out] and each input's group [in]."""
+    qweight, qzeros, scales, group = (
+        read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
+    )
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    q = stated_of_layer(name, q)
+    bits = _layer_bits(name, qzeros, scales.shape[1], q)
+    numbers = unpack(qweight.T, bits)  # [out, in]
+    group = group_of_inputs(group, numbers.shape[1], len(scales), q.get("group_size"))
+    return (numbers - _gptq_zeros(qzeros, bits, q)[group].T).float() * scales.float()[group].T
+
+
+def _check_awq(q: Config) -> str:
+    version = str(q.get("version") or q.get("format") or "gemm").lower()
+    if q.get("bits", 4) != 4 or version != "gemm" or not q.get("zero_point", True):
+        return "has AWQ weights other than those of version gemm with 4 bits and zero points"
+    return ""
+
+
+def _in_order(columns: Tensor) -> Tensor:
+    """The columns [N, out] of unpacked AWQ words, each at its own place."""
+    at = torch.tensor(AWQ_ORDER, device=columns.device).argsort()
+    return columns.unflatten(-1, (-1, 8))[..., at].flatten(-2)
+
+
+def _awq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in, out / 8], qzeros [G, out / 8], both in the order of AWQ's GEMM kernel, and scales [G, out], for
+    groups of inputs that follow each other."""
+    qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    _layer_bits(name, qweight, scales.shape[1], {"bits": 4})
+    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
+    stated = q.get("group_size", q.get("q_group_size"))
+    group = group_of_inputs(None, len(numbers), len(scales), stated)
+    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
+
+
+# ---- eight bits with a scale, and compressed-tensors ----
+
+
+def _block(q: Config) -> tuple[int, int]:
+    """Rows and columns of a block of one scale, as config.json states them in either place."""
+    parts = [group.get("weights") or {} for group in (q.get("config_groups") or {}).values()]
+    stated = [q.get("weight_block_size"), *(part.get("block_structure") for part in parts)]
+    rows, columns = next((block for block in stated if block), BLOCK)
+    return int(rows), int(columns)
+
+
+def _eight_bits(name: str, read: Read, q: Config) -> Tensor | None:
+    """From a weight [out, in] in FP8 or int8, its scale, and zero points of the scale's shape, if it has any."""
+    weight, group = read(f"{name}.weight"), read(f"{name}.weight_g_idx")
+    scales = [read(f"{name}.weight_scale{end}") for end in ("", "_inv")]
+    scale = scales[0] if scales[0] is not None else scales[1]
+    if weight is None or scale is None:
+        return None
+    zero = read(f"{name}.weight_zero_point")
+    if zero is None or not bool(zero.float().any()):
+        return scaled_weight(weight, scale, _block(q), group)
+    ones = torch.ones_like(weight)
+    zeros = scaled_weight(ones, zero.float(), _block(q), group)
+    return (weight.float() - zeros) * scaled_weight(ones, scale, _block(q), group)
+
+
+def _check_fp8(q: Config) -> str:
+    return "" if q.get("expert_dtype", "fp8") == "fp8" else "has experts in four bits"
+
+
+def _check_modelopt(q: Config) -> str:
+    form = q.get("quant_algo")
+    if form in MODELOPT_FORMS:
+        return ""
+    return f"has ModelOpt weights in the form {form!r}; {', '.join(MODELOPT_FORMS)} are read"
+
+
+def _check_compressed(q: Config) -> str:
+    groups = (q.get("config_groups") or {}).values()
+    forms = {group.get("format") or q.get("format") for group in groups} or {q.get("format")}
+    strange = sorted(str(form) for form in forms if form not in COMPRESSED_FORMS)
+    if not strange:
+        return ""
+    return (
+        f"has compressed tensors in the form {strange[0]!r}; {', '.join(COMPRESSED_FORMS)} are read"
+    )
+
+
+def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
+    words, scale = read(f"{name}.weight_packed"), read(f"{name}.weight_scale")
+    if words is None:
+        return _eight_bits(name, read, q)
+    shape, zero = read(f"{name}.weight_shape"), read(f"{name}.weight_zero_point")
+    return (
+        None if shape is None or scale is None else _packed(name, words, shape, scale, zero, read)
+    )
+
+
+def _packed(
+    name: str, words: Tensor, shape: Tensor, scale: Tensor, zero: Tensor | None, read: Read
+) -> Tensor:
+    """From `words` [out, in * bits / 32], `shape` (out, in), `scale` [out, G], zero points [out * bits / 32, G] of the
+    asymmetric form, and each input's group [in] of the one in act-order. Numbers are stored plus half their range."""
+    outputs, inputs = shape.tolist()
+    bits = {-(-inputs * b // WORD_BITS): b for b in (8, 4)}.get(words.shape[1])
+    if bits is None or not scale.is_floating_point():
+        raise UserError(f"{name} has numbers of neither 4 nor 8 bits, or scales in few bits")
+    middle = 2 ** (bits - 1)
+    numbers = unpack(words, bits)[:, :inputs] - middle
+    group = group_of_inputs(read(f"{name}.weight_g_idx"), inputs, scale.shape[1])
+    if zero is not None and zero.dtype == torch.int32:
+        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group]
+    elif zero is not None and bool(zero.float().any()):
+        raise UserError(f"{name} has zero points that are not packed")
+    return numbers.float() * scale.float()[:, group]
+
+
+METHODS = {
+    "gptq": Method(_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
+    "awq": Method(_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
+    "fp8": Method(_check_fp8, _eight_bits, (".weight_scale_inv", ".weight_scale")),
+    "modelopt": Method(_check_modelopt, _eight_bits, (".weight_scale",)),
+    "compressed-tensors": Method(
+        _check_compressed, _compressed, (".weight_packed", ".weight_scale", ".weight_zero_point")
+    ),
+}
+"""By quant_method."""
+
+
+# ---- a checkpoint ----
+
+
+def is_few_bits(kind: str) -> bool:
+    """Whether safetensors' name of a dtype means numbers of eight bits or fewer that are no weights by themselves."""
+    return kind.startswith(("F8", "F6", "F4")) or kind in ("I8", "U8")
+
+
+def is_act_order(name: str, read: Read) -> bool:
+    """Whether the inputs of a layer's groups do not follow each other."""
+    stored = [read(f"{name}.{part}") for part in ("g_idx", "weight_g_idx")]
+    return any(part is not None and bool((part.diff() < 0).any()) for part in stored)
+
+
+def quantised_layers(names: Collection[str], q: Config) -> set[str]:
+    """The layers that have one of the tensors that a method's layers have."""
+    endings = METHODS[q["quant_method"]].endings
+    return {name.removesuffix(end) for name in names for end in endings if name.endswith(end)}
+
+
+def plain_weights(
+    names: Collection[str], load: Callable[[str], Tensor], q: Config
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+
+    UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
+    """
+    method = q["quant_method"]
+
+    def read(name: str) -> Tensor | None:
+        return load(name) if name in names else None
+
+    layers = quantised_layers(names, q)
+    if not layers:
+        raise UserError(
+            f"config.json says that the weights are quantised ({method}), and no layer's are: restore its files"
+        )
+    for layer in sorted(layers):
+        try:
+            weight = METHODS[method].weight(layer, read, q)
+        except UserError as error:
+            raise UserError(f"{layer} ({method}): {error}") from error
+        if weight is None:
+            raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
+        yield f"{layer}.weight", weight
+    for name in sorted(names):
+        quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
+        if quantized or name.endswith(UNUSED):
+            continue
+        tensor = load(name)
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            yield name, tensor.float()
+        elif tensor.dtype in (torch.int64, torch.bool) or (
+            tensor.dtype == torch.uint8 and not name.endswith(".weight")
+        ):  # a buffer, such as a mask
+            yield name, tensor
+        else:
+            raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known ({method})")
