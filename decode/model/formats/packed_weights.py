@@ -35,7 +35,7 @@ MODELOPT_FORMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 
 
 @dataclass(frozen=True)
-class Method:
+class PackedForm:
     """A quant_method of config.json that is read."""
 
     refusal: Callable[[Config], str]
@@ -93,8 +93,8 @@ def scaled_weight(
         full = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         return weight * full[:rows, :columns]
     raise UserError(
-        f"a scale of shape {list(scale.shape)} is neither one number nor one for each row or each block of "
-        f"{block[0]} x {block[1]} of {rows} x {columns}"
+        f"a scale of shape {list(scale.shape)} is not one for each row of {rows} x {columns}, and is not one for each "
+        f"block of {block[0]} x {block[1]}"
     )
 
 
@@ -264,11 +264,11 @@ def _packed(
 
 
 METHODS = {
-    "gptq": Method(_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
-    "awq": Method(_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
-    "fp8": Method(_check_fp8, _eight_bits, (".weight_scale_inv", ".weight_scale")),
-    "modelopt": Method(_check_modelopt, _eight_bits, (".weight_scale",)),
-    "compressed-tensors": Method(
+    "gptq": PackedForm(_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
+    "awq": PackedForm(_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
+    "fp8": PackedForm(_check_fp8, _eight_bits, (".weight_scale_inv", ".weight_scale")),
+    "modelopt": PackedForm(_check_modelopt, _eight_bits, (".weight_scale",)),
+    "compressed-tensors": PackedForm(
         _check_compressed, _compressed, (".weight_packed", ".weight_scale", ".weight_zero_point")
     ),
 }

@@ -152,7 +152,9 @@ def say_what_has_more_bits(model: Any, what: str, scattered: bool) -> None:
     other = sum(type(part) is not W4A8Linear for part in layers)
     reason = "have more than four bits"
     if scattered:
-        reason = f"are in act-order: their groups are scattered, and {GROUP} neighbours need one scale"
+        reason = (
+            f"are in act-order: their groups are scattered, and {GROUP} neighbours need one scale"
+        )
     if other == len(layers):
         why = reason if scattered else "have none of four bits, as those of a GGUF of Q4_K_M do"
         raise UserError(f"{what}: its weights {why}: choose dtype w8a8")

@@ -271,15 +271,6 @@ WRONG: dict[str, tuple[Tensors, Any, str]] = {
     "scales that are scaled": (
         {"": torch.ones(16, 48).to(FP8), "_scale": torch.ones(16, 1).to(FP8)}, None, "no scale of it is known",
     ),
-    "zero points": (
-        {
-            "": torch.ones(16, 48, dtype=torch.int8),
-            "_scale": torch.ones(16, 1),
-            "_zero_point": torch.ones(16, 1, dtype=torch.int8),
-        },
-        INT8,
-        "zero points",
-    ),
     "a form of the method": (
         {"": torch.ones(16, 48).to(FP8), "_scale": torch.ones(16, 1)},
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
