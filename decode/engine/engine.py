@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import NotFiniteError, UserError
-from decode.common.in_use import Request
-from decode.common.memory import keep_freed_memory
+from decode.common.lock import Request
+from decode.common.machine import keep_freed_memory
 from decode.common.ranges import check_ranges
 from decode.constraints.grammar import Matcher
 from decode.constraints.rows import RowConstraints
@@ -163,7 +163,7 @@ class SpeculativeEngine:
         a token that the target does not embed, for logits of target or draft that are NaN, for grammars in a mode other
         than eager or with a draft of trees, for images that the target does not read, and for a target or draft that
         another generator uses: from its first `next()` on, until it has ended, failed, been closed or been
-        garbage-collected (decode/common/in_use.py).
+        garbage-collected (decode/common/lock.py).
         """
         records = self._decode(
             prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
