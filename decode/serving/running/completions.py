@@ -128,7 +128,7 @@ def open_client(url: str) -> httpx2.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     proxy = proxy_for(url)
     try:
-        route = httpx2.AsyncHTTPTransport(limits=limits, proxy=proxy and proxy.address)
+        route = httpx2.AsyncHTTPTransport(limits=limits, proxy=proxy.address if proxy else None)
     except (ImportError, ValueError, httpx2.InvalidURL) as error:
         needs = "is of SOCKS: pip install socksio"
         if not isinstance(error, ImportError):
