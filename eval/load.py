@@ -202,7 +202,7 @@ async def ask_all(
                 seconds = time.perf_counter() - begin
                 answers.append(Answer(number, seconds, tokens, text, drafts))
 
-    async with open_client() as http:
+    async with open_client(server.url) as http:
         asked = Completions(http, server, Address(server.url, server.model, s.timeout))
         before = await vllm_drafts(http, server.url)
         begin = time.perf_counter()

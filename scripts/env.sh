@@ -20,9 +20,11 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
 fi
 PATH=$PWD/.venv/bin:$PATH
 export TOKENIZERS_PARALLELISM=false
-# One process on whatever device there is, with a thread for each core: what `accelerate launch` would start with
+# nproc does not see the quota of a container.
+cpus=$(python -c 'from decode.common.machine import cpu_count; print(cpu_count())')
+# One process on whatever device there is, with a thread for each CPU: what `accelerate launch` would start with
 # configs/accelerate/one_gpu.yaml, without the seconds that its own process takes.
-launch="env OMP_NUM_THREADS=$(nproc 2>/dev/null || sysctl -n hw.ncpu) python"
+launch="env OMP_NUM_THREADS=$cpus python"
 # What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for the environment.
 pick_dtype() {
   [ -s .venv/dtype ] || python scripts/fastest_dtype.py > .venv/dtype

@@ -17,7 +17,7 @@ from typing import get_args
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common import damage
+from decode.common import damage, machine
 from decode.common.errors import UserError
 from decode.common.ranges import FloatName
 
@@ -141,6 +141,8 @@ def main(arguments: list[str]) -> int:
         "--dtype", choices=get_args(FloatName), default="float32", help="of the weights"
     )
     asked = parser.parse_args(arguments)
+    if unusual := machine.prepare():
+        say(f"warning: {unusual}")
     from decode.model.formats.gguf_files import gguf_folder  # these load torch: --help does without
     from decode.model.loading import NUMBER_TYPES
 

@@ -232,7 +232,7 @@ def main() -> None:
     print_table(columns)
     if s.json:
         facts = {"command": f"python {' '.join(['scripts/house.py', *sys.argv[1:]])}"}
-        Path(s.json).write_text(json.dumps(facts | {"counts": columns}, indent=1) + "\n")
+        Path(s.json).write_text(json.dumps(facts | {"counts": columns}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

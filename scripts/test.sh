@@ -11,8 +11,8 @@ mypy
 # One process per core; all tests of a file run in the same process, so that its tiny models are built once.
 # A test that crashes its process, as one that hangs does in the end (pyproject.toml), ends the run.
 if [ "${CI:-}" = true ]; then
-  python -m pytest -n auto --max-worker-restart 0 --dist loadfile -m "" "$@"
+  python -m pytest -n "$cpus" --max-worker-restart 0 --dist loadfile -m "" "$@"
   bash tests/lowest/run.sh -q
 else
-  python -m pytest -n auto --max-worker-restart 0 --dist loadfile "$@"
+  python -m pytest -n "$cpus" --max-worker-restart 0 --dist loadfile "$@"
 fi

@@ -260,6 +260,8 @@ def _run_forked(env: dict[str, str], words: Sequence[str], streams: Sequence[str
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
     faulthandler.enable(sys.stderr)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    if words[0] == launcher():
+        os.execv(sys.executable, [sys.executable, *words])  # the command line is what tells it
     sys.argv = [*words]
     runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 

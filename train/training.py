@@ -314,6 +314,10 @@ def distill(
         if signal_number:
             accelerator.end_training()
             stop(signal_number, f"step {state.step} is saved")
+        if state.step > s.loop.steps:
+            console.print(
+                f"loop.steps is {s.loop.steps}, and {state.step} steps are done already: the draft is theirs"
+            )
         if s.loop.keep_best and state.measured_at != state.step:
             with collective.raise_on_all_ranks(accelerator):
                 checkpoint.load_best(accelerator, out, state.measured_at)
@@ -325,7 +329,7 @@ def distill(
             )
             draft_metadata.save_draft(s, draft, metadata, tracker)
             console.print(f"draft saved: {s.out}")
-            print(json.dumps({"draft": s.out, "steps": s.loop.steps, **state.measured}))
+            print(json.dumps({"draft": s.out, "steps": metadata.trained_steps, **state.measured}))
         with collective.raise_on_all_ranks(accelerator):
             if is_main and s.publish.repo:
                 console.print(f"published: {publish(s.publish, out)}")

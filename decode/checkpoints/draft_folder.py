@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.common import damage
+from decode.common import damage, run_dir
 from decode.common.errors import UserError
-from decode.common.files import write_atomically
+from decode.common.files import read_text, write_atomically
 from decode.common.provenance import Hardware
 from decode.common.published import Argument, Digest, Name, Private, Version, Word
 from decode.common.target_record import ModelFingerprint, TargetRecord
@@ -26,6 +26,10 @@ from decode.model.loading import (
 from decode.model.vocabularies import disagreement
 
 METADATA_FILE = "draftsmith.json"
+CHECKPOINTS = "checkpoints"
+"""The folder of a training's checkpoints in that of its draft."""
+TRAINING = f"{run_dir.HEADER}train/distill.py"
+"""How the run.yaml of a training begins."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -169,13 +173,41 @@ def is_altered(path: str, sha256: str | None) -> bool:
 
 def check_saved_draft(path: str) -> None:
     """Compares the files of a draft's folder with draftsmith.json: a warning if weights or config.json were altered
-    after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record."""
+    after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record. Both also
+    as from `check_training_ended`."""
+    check_training_ended(path)
     if is_altered(path, draft_sha256(path)):
         damage.warn_once(
             f"draft {path!r} has other weights or another config.json than {METADATA_FILE} says: it was changed or "
             "damaged after training, and what was measured in training is not about it"
         )
     check_saved_tokenizer(path)
+
+
+def check_training_ended(path: str) -> None:
+    """UserError for the folder of a training that has saved no draft yet, and for a checkpoint in it; a warning for a
+    draft whose training has gone on since it was saved."""
+    folder = Path(path).resolve()
+    is_checkpoint = folder.parent.name == CHECKPOINTS
+    training = folder.parent.parent if is_checkpoint else folder
+    run_file, latest = training / run_dir.RUN_FILE, training / CHECKPOINTS / "latest"
+    if not run_file.is_file() or not read_text(run_file).startswith(TRAINING):
+        return
+    number = read_text(latest).strip().rpartition("-")[2] if latest.is_file() else "0"
+    done, saved = int(number) if number.isdecimal() else 0, read_metadata(str(training))
+    if is_checkpoint:
+        raise UserError(f"draft {path!r} is a checkpoint of a training: name the folder {training}")
+    if not saved.is_known:
+        raise UserError(
+            f"draft {path!r}: its training has not ended, {done} steps are saved and no draft: the same command of "
+            "train/distill.py goes on"
+        )
+    asked = (saved.training or {}).get("loop", {}).get("steps", 0)
+    if done > max(saved.trained_steps or 0, asked):
+        damage.warn_once(
+            f"draft {path!r} is that of step {saved.trained_steps}, and its training has not ended: it has gone on to "
+            f"step {done} since; the same command of train/distill.py goes on and saves its draft"
+        )
 
 
 def trained_for(path: str) -> str | None:

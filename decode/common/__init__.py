@@ -8,14 +8,14 @@
 - command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's
 - journal: every finished measurement, line by line on disk
-- lock: one process at a time writes into a folder
-- in_use: one request at a time decodes with a model or a draft
+- lock: one process at a time writes into a folder, one request at a time decodes with a model or a draft
 - provenance: command line, commit, versions and hardware of a result
 - files: atomic writing; text, JSON and YAML read with one-line errors that name the file
 - damage: damaged files are moved aside, and what is intact in them is kept
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say
-- memory: what the process keeps of freed memory on a CPU, and when it gives it back
+- machine: what the process may use of its machine (CPUs, memory, a folder for what is cached), and who started it
+- proxies: which proxy of the environment a request goes through
 - progress: bars in a terminal, plain lines in a log; durations and sizes in words
 - chat_template: a prompt or a chat as token ids
 - template_choice: which chat template renders prompts, and with which arguments

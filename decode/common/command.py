@@ -1,8 +1,8 @@
 """How a command starts and ends: its settings are parsed, and every foreseeable end is one line and an exit code.
 
-0: done; 2: bad input, or an error of the world such as a full disk; 130: Ctrl-C (SIGINT); 143: SIGTERM. A programming
-error keeps its traceback. Commands that check something end with 1 by themselves where it is not right. docs/runs.md
-says what `accelerate launch` adds to this.
+0: done; 2: bad input, or an error of the world such as a full disk; 128 + the signal's number: 130 for Ctrl-C (SIGINT),
+143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1. A programming error keeps its traceback. Commands that check
+something end with 1 by themselves where it is not right. docs/runs.md says what `accelerate launch` adds to this.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from decode.common import machine
 from decode.common.errors import UserError, world_error
-from decode.common.memory import use_huge_pages
 from decode.common.secret_patterns import redact
 from decode.common.settings import parse_settings
 
@@ -29,8 +29,16 @@ REPORTED = "reported-"
 """What the names of empty files begin with, one for each error that was printed."""
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a command: a person, a scheduler, a terminal that closes, a scheduler's warning before the time is up."""
+
+
 class Terminated(BaseException):
-    """SIGTERM, raised in the main thread so that `finally` blocks run."""
+    """A signal other than SIGINT, raised in the main thread so that `finally` blocks run."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        super().__init__()
+        self.number = number
 
 
 def run_command(
@@ -50,10 +58,13 @@ def run_command(
     names = first.split()
     given = list(takewhile(lambda word: not word.startswith("-"), words))[: len(names)]
     words[: len(given)] = [f"--{name}={word}" for name, word in zip(names, given, strict=False)]
-    use_huge_pages()
     try:
+        unusual = machine.prepare()
+        asked = parse_settings(settings, about or "", words)
+        if unusual and os.environ.get("RANK", "0") == "0":
+            print(f"warning: {unusual}", file=sys.stderr)
         with stop_signals():
-            main(parse_settings(settings, about or "", words))
+            main(asked)
         _leave_at_once_if_one_of_several(0)
     except SystemExit as error:
         _leave_at_once_if_one_of_several(int(error.code or 0))
@@ -63,7 +74,7 @@ def run_command(
     except KeyboardInterrupt as error:
         _end(128 + signal.SIGINT, "stopped by Ctrl-C", error)
     except Terminated as error:
-        _end(128 + signal.SIGTERM, "stopped by SIGTERM", error)
+        _end(128 + error.number, f"stopped by {signal.Signals(error.number).name}", error)
     except Exception as error:
         line = world_error(error)
         if line is None:
@@ -73,18 +84,18 @@ def run_command(
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """In the block SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, once, as in `stop`.
+    """In the block SIGINT raises KeyboardInterrupt and the other SIGNALS raise Terminated, once, as in `stop`.
 
-    Under `accelerate launch` the end of the launcher counts as SIGTERM.
+    Under a launcher its end counts as SIGTERM.
     """
     with _handlers(lambda number, _: stop(number)):
-        if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        if machine.is_launched():
             end_with_parent()
         yield
 
 
 class DeferredStop:
-    """Context manager in which SIGINT and SIGTERM only set `received`: a step is finished and saved before `stop`.
+    """Context manager in which SIGNALS only set `received`: a step is finished and saved before `stop`.
 
     A second SIGINT ends the process at once.
     """
@@ -116,11 +127,11 @@ class DeferredStop:
 def stop(number: int, saved: str = "") -> NoReturn:
     """Raises KeyboardInterrupt for SIGINT, else Terminated; `saved` is a note for the line that the command ends with.
 
-    What follows may save: a second SIGINT ends the process at once, and a further SIGTERM is ignored, because
-    launchers send one after a Ctrl-C.
+    What follows may save: a second SIGINT ends the process at once, and other SIGNALS are ignored, because launchers
+    send one after a Ctrl-C.
     """
     _heed_sigint_alone()
-    error = KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+    error = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
     if saved:
         error.add_note(saved)
     raise error
@@ -128,7 +139,17 @@ def stop(number: int, saved: str = "") -> NoReturn:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """In the block `handler` gets SIGNALS. SIGHUP and SIGUSR1 stay ignored where they were, as under nohup."""
+
+    def handle(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
+        handler(number, frame)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, earlier in before.items():
+        if earlier != signal.SIG_IGN or number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handle)
     try:
         yield
     finally:
@@ -138,7 +159,17 @@ def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 def _heed_sigint_alone() -> None:
     signal.signal(signal.SIGINT, _end_at_once)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS[1:]:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_closed_terminal() -> None:
+    """What is written from now on goes nowhere if it went to a terminal that is gone: an error would end what saves."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _end_at_once(*_: Any) -> None:
@@ -208,7 +239,7 @@ def _leave_at_once_if_one_of_several(code: int) -> None:
     In the shutdown Python unwinds threads that wait for its lock; one of torch.distributed's that is met in C++ code
     aborts the process ("terminate called without an active exception", exit code -6) after all work is done.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if machine.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

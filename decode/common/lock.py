@@ -1,14 +1,21 @@
-"""A lock file: one process at a time writes into a folder.
+"""One at a time: one process writes into a folder, and one request decodes with a model or a draft.
 
-The lock is an exclusive flock, which the operating system releases when the process ends, even by SIGKILL: a file that
-was left behind locks nothing. The file names its holder for the message that others get.
+The lock of a folder is an exclusive flock, which the operating system releases when the process ends, even by SIGKILL:
+a file that was left behind locks nothing. The file names its holder for the message that others get.
+
+A model or a draft serves one request, since its KV cache is that request's. A request begins with the first `next()` of
+its generator and ends when that has ended, failed, been closed or been garbage-collected. Rounds of all requests of the
+process run one after the other, whichever threads read them: torch compiles, captures CUDA graphs and packs weights for
+a whole process.
 """
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -80,4 +87,68 @@ def _in_use(file: Path, what: str | Path, holder: dict[str, Any]) -> UserError:
     return UserError(
         f"another run is using {what}{f' ({told})' if told else ''}: wait for its end or stop it{dead}, or name "
         "another folder"
+    )
+
+
+# ---- requests ----
+
+
+USERS: dict[int, "Request"] = {}
+"""The request that uses an object, by the object's id."""
+ROUND = threading.RLock()
+"""Held while a round runs."""
+
+
+class Running(threading.local):
+    """The request whose round runs in this thread."""
+
+    request: "Request | None" = None
+
+
+RUNNING = Running()
+
+
+class Request:
+    """One request with everything that it alone uses, until `release`."""
+
+    def __init__(self) -> None:
+        self.claimed: list[Any] = []
+
+    def claim(self, thing: Any, name: str) -> None:
+        """Makes `thing` this request's. UserError, which calls it `name`, if another request uses it."""
+        # `setdefault` is atomic: of two threads one gets it.
+        if USERS.setdefault(id(thing), self) is not self:
+            gc.collect()  # an abandoned generator in a cycle of references still holds what it used
+            if USERS.setdefault(id(thing), self) is not self:
+                raise refusal(name)
+        self.claimed.append(thing)
+
+    def release(self) -> None:
+        for thing in self.claimed:
+            USERS.pop(id(thing), None)
+        self.claimed.clear()
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        """The block runs while no round of another thread does."""
+        with ROUND:
+            before, RUNNING.request = RUNNING.request, self
+            try:
+                yield
+            finally:
+                RUNNING.request = before
+
+
+def claim(thing: Any, name: str) -> None:
+    """Makes `thing` that of the request whose round runs here, if one does. UserError if another request uses it."""
+    if RUNNING.request is not None:
+        RUNNING.request.claim(thing, name)
+    elif id(thing) in USERS:
+        raise refusal(name)
+
+
+def refusal(name: str) -> UserError:
+    return UserError(
+        f"{name} is decoding for another generator, which has neither ended nor been closed: read that one to its end "
+        "or close() it first, or load this model a second time"
     )

@@ -2,6 +2,7 @@
 and sizes in words."""
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class LoggedTask:
 
 
 class ProgressLog:
-    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every LINE_SECONDS for each task, and a last one.
+    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every LINE_SECONDS for each task, and a last
+    one. The newest task has them also while nothing of it is finished.
 
     It has those methods of rich's Progress that this project calls, so that one can stand for the other.
     """
@@ -71,11 +73,16 @@ class ProgressLog:
     def __init__(self, fields: Sequence[str] = (), disable: bool = False):
         self.fields, self.disable = fields, disable
         self.tasks: list[LoggedTask] = []
+        self._ended, self._printing = threading.Event(), threading.Lock()
+        self._clock = threading.Thread(target=self._print_in_time, daemon=True)
 
     def __enter__(self) -> "ProgressLog":
+        self._clock.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._clock.join()
         for task in self.tasks:
             if task.completed != task.printed:
                 self._print(task)
@@ -95,8 +102,18 @@ class ProgressLog:
         logged.fields |= fields
         if completed is not None:
             logged.completed = completed
-        if time.monotonic() - logged.printed_at >= LINE_SECONDS:
-            self._print(logged)
+        self._print_if_due(logged)
+
+    def _print_in_time(self) -> None:
+        while not self._ended.wait(1.0):
+            for task in self.tasks[-1:]:
+                if task.completed != task.total:
+                    self._print_if_due(task)
+
+    def _print_if_due(self, task: LoggedTask) -> None:
+        with self._printing:
+            if time.monotonic() - task.printed_at >= LINE_SECONDS:
+                self._print(task)
 
     def _print(self, task: LoggedTask) -> None:
         task.printed_at, task.printed = time.monotonic(), task.completed

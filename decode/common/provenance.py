@@ -65,6 +65,6 @@ def collect() -> Provenance:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())

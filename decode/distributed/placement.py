@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.common import damage
+from decode.common import damage, machine
 from decode.common.errors import UserError
 from decode.common.target_settings import QUANTIZED_DTYPES, PlacementConfig
 from decode.distributed.passes import LeadingRunner, PassSender, lead
@@ -93,7 +93,7 @@ def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
     if s.kind == "tensor_parallel":
         lead(run, load_part)
         return
-    if s.kind == "device_map" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if s.kind == "device_map" and machine.process_count() > 1:
         raise UserError(
             "placement.kind device_map gives one process all devices of the machine: start one process, or choose "
             "tensor_parallel"

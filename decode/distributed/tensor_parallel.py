@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from decode.common import machine
 from decode.common.errors import UserError
 
 LONGEST_SILENCE = timedelta(days=30)
@@ -43,7 +44,7 @@ LAUNCH = Launch()
 def join_launch() -> int:
     """Joins the processes that the launcher started; returns the number of this one, 0 for the leader. UserError unless
     there are several, all of which may be the target's."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = machine.process_count()
     if size < 2:
         raise UserError(
             "placement.kind tensor_parallel needs a process for each part: start the command with "
@@ -56,7 +57,7 @@ def join_launch() -> int:
                 "over the same ones: launch without it"
             )
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(machine.read_number("LOCAL_RANK", 0))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     LAUNCH.messages = dist.new_group(backend="gloo", timeout=LONGEST_SILENCE)
     return dist.get_rank()

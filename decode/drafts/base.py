@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.common.in_use import claim
+from decode.common.lock import claim
 from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes

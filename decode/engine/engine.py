@@ -4,6 +4,7 @@ Plain decoding is the same loop without proposals, so a baseline runs on the sam
 A row that has ended is frozen on the device until another prompt takes it, whose prefill touches no other row.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import NotFiniteError, UserError
-from decode.common.in_use import Request
-from decode.common.memory import keep_freed_memory
+from decode.common.lock import Request
+from decode.common.machine import keep_freed_memory
 from decode.common.ranges import check_ranges
 from decode.constraints.grammar import Matcher
 from decode.constraints.rows import RowConstraints
@@ -163,7 +164,7 @@ class SpeculativeEngine:
         a token that the target does not embed, for logits of target or draft that are NaN, for grammars in a mode other
         than eager or with a draft of trees, for images that the target does not read, and for a target or draft that
         another generator uses: from its first `next()` on, until it has ended, failed, been closed or been
-        garbage-collected (decode/common/in_use.py).
+        garbage-collected (decode/common/lock.py).
         """
         records = self._decode(
             prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
@@ -174,7 +175,7 @@ class SpeculativeEngine:
             for part in [] if self.draft is None else self.draft.parts():
                 request.claim(part, f"draft {part.name!r}")
             while True:
-                with request.round():
+                with request.round(), own_dtypes():
                     record = next(records, None)
                 if record is None:
                     return
@@ -513,6 +514,17 @@ def speculate(
     """
     engine = SpeculativeEngine(target, draft, k=k, sampling=sampling, rule=rule, mode=mode)
     return engine.speculate(prompts, **settings)
+
+
+@contextlib.contextmanager
+def own_dtypes() -> Iterator[None]:
+    """The block computes in the dtypes of models and drafts: autocast, which a notebook may have on for whole cells,
+    would give products inputs of another dtype than their weights."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def decode(

@@ -10,7 +10,6 @@ Results keep it (decode/common/target_record.py).
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from decode.common.files import read_json_object, write_atomically
+from decode.common.machine import cpu_count
 
 CHUNK = 1 << 22
 """Values of a tensor that are converted together."""
@@ -129,7 +129,7 @@ def _file_digests(path: str, size: int, *state: int) -> dict[str, str]:
     kept = cache / f"{_hash([path, size, state])}.json"
     if size >= CACHED_BYTES and kept.is_file():
         return read_json_object(kept, "a list of checksums")
-    with safe_open(path, framework="pt") as tensors, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with safe_open(path, framework="pt") as tensors, ThreadPoolExecutor(cpu_count()) as pool:
         names = list(tensors.keys())
         hashes = pool.map(lambda name: tensor_digest(tensors.get_tensor(name)), names)
         digests = dict(zip(names, hashes, strict=True))

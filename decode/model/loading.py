@@ -28,7 +28,7 @@ from transformers.utils import logging
 from decode.common import damage
 from decode.common.errors import UserError, disk_error
 from decode.common.files import read_json_object
-from decode.common.memory import return_freed_memory
+from decode.common.machine import return_freed_memory
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes

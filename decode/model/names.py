@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from decode.common.errors import UserError, disk_error, one_line, world_error
+from decode.common.proxies import through
 
 Kind = Literal["model", "dataset"]
 PATH_SUFFIXES = frozenset(
@@ -80,9 +81,10 @@ def load_error(name: str, kind: Kind, error: Exception) -> str:
     if refused:
         return refused
     if constants.HF_HUB_OFFLINE and not is_local(name, kind) and not _cached(name, kind):
+        asked = "" if os.environ.get("HF_HUB_OFFLINE") else through(constants.ENDPOINT)
         return (
             f"there is no such path, the Hub's cache does not hold it, and {constants.ENDPOINT} is not reached (no "
-            "network, or HF_HUB_OFFLINE is set): correct the name or the network"
+            f"network, or HF_HUB_OFFLINE is set{asked}): correct the name or the network"
         )
     return one_line(error)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from decode.common.errors import UserError
-from decode.common.in_use import RUNNING, claim
+from decode.common.lock import RUNNING, claim
 from decode.model import attention, compatibility
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from decode.common import files, lock
 from decode.common.errors import UserError
+from decode.common.machine import cpu_count
 from decode.common.progress import duration, progress_bars
 from decode.common.secret_patterns import redact
 from scripts.lab.sweep_plan import ROOT, SweepConfig, Trial
@@ -195,7 +196,7 @@ def launch_environment(s: SweepConfig) -> dict[str, str]:
     env.pop("WANDB_RUN_ID", None)  # else all trials would be one run of W&B
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     if worker_count(s) > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // worker_count(s))))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // worker_count(s))))
     return env
 
 

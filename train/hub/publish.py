@@ -19,6 +19,7 @@ from decode.checkpoints.draft_folder import (
     MODEL_FILES,
     DraftMetadata,
     check_saved_tokenizer,
+    check_training_ended,
     draft_sha256,
     hashed_files,
     read_metadata,
@@ -181,6 +182,7 @@ def check_draft(draft: Path, evidence: Evidence) -> DraftMetadata:
         "as train/distill.py writes it",
         ("family", "target", "draft_sha256"),
     )
+    check_training_ended(str(draft))
     metadata = read_metadata(str(draft))
     if metadata.family not in saved_families():
         raise UserError(

@@ -9,6 +9,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
+from decode.common.proxies import through
 from decode.common.published import check_text
 from decode.common.secret_patterns import redact
 
@@ -83,7 +84,7 @@ def push(folder: PublishFolder, repo: str, private: bool) -> dict[str, str]:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UserError(
-            f"{repo} could not be written ({redact(reason):.300}): "
+            f"{repo} could not be written ({redact(reason):.300}{through(api.endpoint)}): "
             "the same command continues where it stopped"
         ) from error
     return {"commit": commit.oid, "tag": tag, "url": str(url)}

@@ -77,7 +77,7 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     """engine local: how rounds run. compiled: after a minute or more of compilation faster, where prompts are of like
     length; captured and graph: as one CUDA graph, of the usual or of compiled kernels (no GPU has run them yet)."""
     shard_rows: Count = 128
-    """Answers per file, which is also the most work that is repeated after a kill."""
+    """Answers per file at most. Finished ones are written once a minute as well: no more is repeated after a kill."""
     device: str = "auto"
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     resume: bool = False

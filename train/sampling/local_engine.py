@@ -58,6 +58,9 @@ def generate_answers(
                     ):
                         add_record(outputs[record.prompt], record)
                         tokens += len(record.tokens)
+                        speed = tokens / (time.perf_counter() - start)
+                        bars.update(bar, speed=f"{speed:,.0f} tokens/s")
+                        writer.keep_waiting()
                         if record.finished is None:
                             continue
                         state, output = states.pop(record.prompt), outputs.pop(record.prompt)
@@ -65,8 +68,6 @@ def generate_answers(
                             continued[record.prompt] = state
                             continue
                         writer.add(state.prompt, state.conversation(), state.finish_reason)
-                        speed = tokens / (time.perf_counter() - start)
-                        bars.update(bar, speed=f"{speed:,.0f} tokens/s")
                         bars.advance(bar)
                 except NotFiniteError as error:
                     if error.prompt is None:  # the draft's fault is of no single prompt

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import time
 from pathlib import Path
 
 from decode.common.target_record import ModelFingerprint
@@ -61,8 +62,13 @@ class ConversationState:
         return Conversation(self.prompt_segments, self.replies)
 
 
+KEEP_SECONDS = 60.0
+"""How long a finished row may wait for its shard to be full."""
+
+
 class ShardWriter:
-    """Collects finished rows and writes a shard whenever `shard_rows` of them are there.
+    """Collects finished rows and writes a shard whenever `shard_rows` of them are there, or the first has waited for
+    KEEP_SECONDS.
 
     As a context manager it writes the rest at the end, also when the command is stopped.
     """
@@ -70,10 +76,18 @@ class ShardWriter:
     def __init__(self, s: SampleConfig, target: ModelFingerprint | None = None):
         self.s, self.target = s, target
         self.rows: list[sample_store.SampleRow] = []
+        self.first_at = 0.0
+        """When the first of the `rows` was finished."""
 
     def add(self, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str) -> None:
+        self.first_at = self.first_at if self.rows else time.monotonic()
         self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
         if len(self.rows) >= self.s.shard_rows:
+            self.__exit__()
+
+    def keep_waiting(self) -> None:
+        """Writes the rows that have waited long enough. To be called again and again while others are answered."""
+        if self.rows and time.monotonic() - self.first_at >= KEEP_SECONDS:
             self.__exit__()
 
     def __enter__(self) -> "ShardWriter":

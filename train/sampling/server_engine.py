@@ -83,7 +83,7 @@ class ServerSampling:
     async def answer_all(self, prompts: Sequence[TokenizedPrompt], signals: DeferredStop) -> None:
         """Ends when all prompts are done, after a signal, or with the first error that is no prompt's own."""
         waiting = iter(prompts)
-        async with open_client() as http:
+        async with open_client(self.server.url) as http:
             server = Completions(http, self.server, self.s)
             workers = min(self.s.concurrency, len(prompts))
             tasks = {asyncio.create_task(self._work(server, waiting)) for _ in range(workers)}
@@ -95,6 +95,7 @@ class ServerSampling:
                     )
                     for task in done:
                         task.result()
+                    self.writer.keep_waiting()
             finally:
                 for task in tasks:
                     task.cancel()

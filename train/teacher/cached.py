@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.common.memory import keep_freed_memory
+from decode.common.machine import keep_freed_memory
 from decode.common.progress import ProgressBars, format_bytes, progress_bars
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target

@@ -68,7 +68,7 @@ class ServedTeacher(LiveTeacher):
     async def _request_all(self, texts: list[list[int]]) -> list[Tensor]:
         """[T, layers, H] for each of the `texts`, in their order."""
         free = asyncio.Semaphore(self.s.concurrency)
-        async with open_client() as http:
+        async with open_client(self.server.url) as http:
             completions = Completions(http, self.server, self.s)
 
             async def request(ids: list[int]) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from decode.checkpoints.draft_folder import CHECKPOINTS
 from decode.common import damage, files, run_dir
 from decode.common.errors import UserError, naming
 from decode.common.target_record import ModelFingerprint, difference
@@ -135,7 +136,7 @@ class LaunchKind:
 
 def checkpoint_dir(out: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` steps."""
-    return out / "checkpoints" / f"step-{step:06d}"
+    return out / CHECKPOINTS / f"step-{step:06d}"
 
 
 def save(
@@ -146,7 +147,7 @@ def save(
     The last MIN_KEPT stay in any case, and so do those of later steps, which are trained again. Every rank must call
     it.
     """
-    folder = out / "checkpoints"
+    folder = out / CHECKPOINTS
     final = checkpoint_dir(out, state.step)
     scratch = folder / f"{final.name}.tmp"
     if accelerator.is_main_process:
@@ -192,7 +193,7 @@ def discard_checkpoint(out: Path, step: int) -> None:
 
 def remove_partial(out: Path) -> None:
     """Deletes checkpoints that a kill left half written. To be called by one process before any other writes."""
-    for scratch in (out / "checkpoints").glob("step-*.tmp"):
+    for scratch in (out / CHECKPOINTS).glob("step-*.tmp"):
         shutil.rmtree(scratch)
 
 
@@ -314,7 +315,7 @@ def _candidates(out: Path) -> tuple[list[Path], str]:
     They are the one that `latest` names and those before it; all of them if it names none of this folder.
     """
     found = _checkpoints(out)
-    pointer = out / "checkpoints" / LATEST
+    pointer = out / CHECKPOINTS / LATEST
     if not found and not pointer.exists():
         return [], ""
     name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
@@ -338,7 +339,7 @@ def _newest(out: Path) -> tuple[Path | None, dict[str, Any]]:
 
 def _checkpoints(out: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, the newest first. Links are none: what they lead to is not this run's."""
-    folders = (out / "checkpoints").glob("step-*")
+    folders = (out / CHECKPOINTS).glob("step-*")
     found = [path for path in folders if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(
         ((_step_of(path), path) for path in found if path.is_dir() and not path.is_symlink()),

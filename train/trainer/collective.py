@@ -1,23 +1,60 @@
-"""Collectives over ranks: raising one rank's UserError on all, a value for all, an output folder."""
+"""The processes of a launch and collectives over them: UserErrors on all, a value for all, an output folder."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
-from decode.common import run_dir
+from decode.common import machine, run_dir
 from decode.common.command import note_error
-from decode.common.errors import UserError
+from decode.common.errors import UserError, one_line
 from decode.common.run_dir import FolderSettings
+
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+"""Variables by which torchrun and MPI number their processes."""
 
 
 class SingleRankError(UserError):
     """An error of one rank in the middle of a step: the other ranks cannot be notified, so the launcher ends them."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Raises what Accelerate has against the launcher's variables and files as UserErrors."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise UserError(
+            f"Accelerate cannot set up what the launcher asks for: {one_line(error, 300)}"
+        ) from error
+
+
+def join_processes() -> PartialState:
+    """This process among those that were started together, which form a group on CPUs too. UserError if they do not:
+    each would believe that it is alone."""
+    size = machine.process_count()
+    if size > 1 and not any(os.environ.get(name) for name in RANKS):
+        raise UserError(
+            f"WORLD_SIZE is {size}, and no variable says which of the processes this one is: start it with accelerate "
+            "launch or torchrun, or unset WORLD_SIZE"
+        )
+    # Accelerate forms none on CPUs unless it is told to.
+    on_cpu = size > 1 and not torch.accelerator.is_available()
+    with one_line_errors():
+        state = PartialState(cpu=on_cpu or parse_flag_from_env("ACCELERATE_USE_CPU"))
+    if state.num_processes != size:
+        raise UserError(
+            f"{size} processes were started, and they form a group of {state.num_processes}: start them with "
+            "accelerate launch or torchrun, and with ACCELERATE_USE_CPU=1 where there is no GPU for each"
+        )
+    return state
 
 
 @contextmanager

@@ -9,20 +9,19 @@ nothing, and files of `accelerate config` always hold them: they count as said o
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed, str_to_bool
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, set_seed, str_to_bool
 from rich.console import Console
 
-from decode.common import files
-from decode.common.errors import UserError, one_line
+from decode.common import files, machine
+from decode.common.errors import UserError
 from train.data import batching
 from train.settings.training import LoopConfig, Precision
 from train.trainer import checkpoint, collective, on_policy, sharding
@@ -59,36 +58,12 @@ class Claims:
     clip: dict[str, float] = field(default_factory=dict)
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Raises what Accelerate has against the launcher's variables and files as UserErrors."""
-    try:
-        yield
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise UserError(
-            f"Accelerate cannot set up what the launcher asks for: {one_line(error, 300)}"
-        ) from error
-
-
-def parent_words() -> list[str]:
-    """The command line of the process that started this one; [] where the system does not show it."""
-    try:
-        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return line.decode(errors="replace").split("\0")[:-1]
-
-
 def launcher_options(words: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
     """{name: text} of the OPTIONS that `words`, the command line of `accelerate launch`, has; {} for another program.
 
     The line ends with `arguments`, those of the launched command.
     """
-    own = words[: len(words) - len(arguments)]
-    names = [Path(word).name for word in own]
-    launchers = {("accelerate", "launch"), ("-m", "accelerate.commands.launch")}
-    if "accelerate-launch" not in names and launchers.isdisjoint(pairwise(names)):
-        return {}
+    own = machine.launcher_words(words, arguments)
     parts = [part for word in own for part in word.split("=", 1)]
     said = {name[2:].replace("-", "_"): text for name, text in pairwise(parts) if name[:2] == "--"}
     return {name: text for name, text in said.items() if name in OPTIONS}
@@ -232,7 +207,7 @@ def check_parallelism(variables: Mapping[str, str], started: str) -> None:
 
 def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> DistillConfig:
     """The settings in force, where the launcher also says how to train. UserError if it says something else."""
-    options = launcher_options(parent_words(), sys.argv[1:])
+    options = launcher_options(machine.parent_words(), sys.argv[1:])
     claims = read_claims(os.environ, options)
     bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported()
     return replace(
@@ -247,11 +222,10 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
 
     UserError for settings that cannot be trained, also by this parallelism, and for those that contradict the launcher.
     """
-    with one_line_errors():
-        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    with collective.raise_on_all_ranks(state), one_line_errors():
+    state = collective.join_processes()
+    with collective.raise_on_all_ranks(state), collective.one_line_errors():
         s = follow_launcher(s, state.num_processes, state.device.type)
-    with one_line_errors():
+    with collective.one_line_errors():
         # The loss is divided by the tokens of the whole step, so a micro-batch is not to be divided once more.
         whole = GradientAccumulationPlugin(num_steps=1)
         accelerator = Accelerator(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from decode.common.command import DeferredStop
 from decode.common.errors import UserError
-from decode.common.memory import keep_freed_memory
+from decode.common.machine import keep_freed_memory
 from decode.common.progress import ProgressBars
 from train.data import batching
 from train.data.sample_store import SampleRow

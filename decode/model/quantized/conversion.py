@@ -19,7 +19,7 @@ from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import layers_of_one_input
 from decode.model.quantized.int4 import GROUP, Int4Linear, W4A8Linear
 from decode.model.quantized.layers import FusedPart, QuantizedLinear, fused_parts
-from decode.model.quantized.vnni import is_available
+from decode.model.quantized.vnni import what_is_missing
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.model.recurrent import has_recurrent_layers
 
@@ -80,8 +80,8 @@ def refusal(model: Any, dtype: str) -> str:
     devices = ("cpu", "cuda") if dtype == "w8a8" else ("cpu",)
     if model.device.type not in devices:
         return f"is not for device {model.device.type}"
-    if dtype == "w4a8" and not is_available():
-        return "needs a CPU with AVX512-VNNI, and a C++ compiler"
+    if dtype == "w4a8" and what_is_missing():
+        return f"needs a CPU with AVX512-VNNI, and a C++ compiler: {what_is_missing()}"
     return ""
 
 
@@ -173,8 +173,8 @@ def say_what_stays(model: Any, dtype: str, what: str) -> None:
             f"{what}: its experts are stacked tensors and no linear layers, and keep their dtype: {share:.0%} of its "
             f"weights are not {dtype}"
         )
-    if dtype == "w8a8" and not is_available():
+    if dtype == "w8a8" and what_is_missing():
         damage.warn_once(
-            "there are no products of whole numbers in eight bits here (they need AVX512-VNNI and a C++ compiler): "
+            f"there are no products of whole numbers in eight bits here ({what_is_missing()}): "
             "dtype w8a8 is exact and takes less memory, but it is slower than float32"
         )

@@ -15,13 +15,15 @@ import hashlib
 import os
 import subprocess
 import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from decode.common.errors import one_line
+from decode.common.machine import cache_folder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("vnni.cpp", "attention.cpp")]
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-mfma", "-mbmi2"]
@@ -36,21 +38,30 @@ MOST_INPUTS = 1 << 16
 """Up to so many sums of eight bits stay below 2^31."""
 
 
-@cache
 def is_available() -> bool:
-    """Whether this CPU has the instructions and the products could be built and loaded. A warning says why not."""
+    """Whether this CPU has the instructions and the products could be built and loaded."""
+    return not what_is_missing()
+
+
+@cache
+def what_is_missing() -> str:
+    """Why the products are not there, in a few words; "" where they are, and loaded."""
     if not torch.cpu._is_vnni_supported():
-        return False
+        return "this CPU has no AVX512-VNNI"
     try:
         torch.ops.load_library(str(build()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-        warnings.warn(f"products of eight bits could not be built: {said}", stacklevel=2)
-        return False
+    except subprocess.CalledProcessError as error:
+        said = [line.strip() for line in error.stderr.splitlines() if line.strip()]
+        cause = next((line for line in said if "error" in line), said[-1] if said else "no message")
+        return f"the C++ compiler {error.cmd[0]} fails: {cause}"
+    except OSError as error:
+        if error.filename == os.environ.get("CXX", "c++"):
+            return f"there is no C++ compiler {error.filename} (CXX names another one)"
+        return f"they could not be built or loaded: {one_line(error)}"
     torch.library.register_fake("draftsmith::int8_product", _fake_int8)
     torch.library.register_fake("draftsmith::int4_product", _fake_int4)
     torch.library.register_fake("draftsmith::few_queries_attention", _fake_attention)
-    return True
+    return ""
 
 
 def build() -> Path:
@@ -58,7 +69,7 @@ def build() -> Path:
     torch_folder = Path(torch.__file__).parent
     text = f"{torch.__version__} {FLAGS} {[source.read_text() for source in SOURCES]}"
     name = f"draftsmith-vnni-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    kept = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"
+    kept = os.environ.get("TORCH_EXTENSIONS_DIR") or cache_folder()[0] / "torch_extensions"
     library = Path(kept) / name
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +80,9 @@ def build() -> Path:
             made = Path(folder) / name
             words = [os.environ.get("CXX", "c++"), *FLAGS, abi, *places, *map(str, SOURCES)]
             words += ["-ltorch_cpu", "-lc10", "-o", str(made)]
-            subprocess.run(words, check=True, capture_output=True, text=True)
+            subprocess.run(
+                words, check=True, capture_output=True, encoding="utf-8", errors="replace"
+            )
             made.replace(library)  # another process finds all of it or nothing
     return library
 

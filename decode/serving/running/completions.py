@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from decode.common.errors import UserError, one_line
+from decode.common.proxies import proxy_for, through
 from decode.common.secret_patterns import redact
 
 T = TypeVar("T")
@@ -77,14 +78,14 @@ def connect(s: ServerSettings) -> Server:
     url = checked_url(s.url)
 
     async def models() -> httpx2.Response:
-        async with open_client() as http, asyncio.timeout(min(s.timeout, CONNECT_SECONDS)):
+        async with open_client(url) as http, asyncio.timeout(min(s.timeout, CONNECT_SECONDS)):
             return await http.get(f"{url}/models")
 
     try:
         response = asyncio.run(models())
     except (httpx2.RequestError, httpx2.InvalidURL, TimeoutError, UnicodeError) as error:
         raise UserError(
-            f"no server answers at {url:.120} ({one_line(error, 100)}): start it, or correct --url"
+            f"no server answers at {url:.120} ({one_line(error, 100)}{through(url)}): start it, or correct --url"
         ) from error
     unlisted = response.status_code == 404 and s.model  # some servers have no list of models
     served = {} if unlisted else _served_models(response, url)
@@ -116,15 +117,24 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def open_client() -> httpx2.AsyncClient:
-    """A client that sends the key. Each request has a connection of its own, so that nothing which a server sends too
-    much can be taken for the answer to the next request."""
+def open_client(url: str) -> httpx2.AsyncClient:
+    """A client for `url` and below, which sends the key. Each request has a connection of its own, so that nothing
+    which a server sends too much can be taken for the answer to the next request. UserError for a key or a proxy that
+    cannot be used."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{KEY_VARIABLE} holds characters that no key has: set it again")
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
+    proxy = proxy_for(url)
+    try:
+        route = httpx2.AsyncHTTPTransport(limits=limits, proxy=proxy.address if proxy else None)
+    except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        needs = "is of SOCKS: pip install socksio"
+        if not isinstance(error, ImportError):
+            needs = "cannot be used: write it as http://host:port or socks5://host:port"
+        raise UserError(f"{proxy} {needs}, or unset {proxy and proxy.variable}") from error
+    return httpx2.AsyncClient(headers=headers, timeout=None, transport=route)
 
 
 class Completions:
@@ -168,7 +178,8 @@ class Completions:
             raise _PassingError("timeout", f"no answer in {self.s.timeout:g} s") from None
         except httpx2.RequestError as error:
             gone = isinstance(error, httpx2.ConnectError)
-            raise _PassingError("connection", one_line(error, 100), gone=gone) from None
+            said = one_line(error, 100) + through(self.server.url)
+            raise _PassingError("connection", said, gone=gone) from None
         except MalformedReplyError as error:
             raise _PassingError("malformed answer", str(error)) from None
         except ForeignReplyError as error:
@@ -212,8 +223,8 @@ def _served_models(response: httpx2.Response, url: str) -> dict[str, int | None]
 def _check_key(response: httpx2.Response, url: str) -> None:
     if response.status_code in (401, 403):
         raise UserError(
-            f"the server at {url:.120} refuses the key (HTTP {response.status_code}): set the environment variable "
-            f"{KEY_VARIABLE}"
+            f"the server at {url:.120} refuses the key (HTTP {response.status_code}{through(url)}): set the "
+            f"environment variable {KEY_VARIABLE}"
         )
 
 
@@ -228,8 +239,9 @@ def _retry_after(response: httpx2.Response) -> float:
 
 
 def _said(response: httpx2.Response) -> str:
-    """The beginning of what the server says about an error, in one line and without keys."""
+    """The beginning of what the server says about an error, in one line and without keys, and the proxy that it came
+    through."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     text = " ".join(response.text[:2000].split())
     text = text.replace(key, "***") if key else text
-    return redact(text)[:120]
+    return redact(text)[:120] + through(str(response.url))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,12 @@ from decode.common.errors import UserError, first_line
 from decode.serving import prometheus
 from decode.serving.engine_logs import read_llamacpp_response
 from decode.serving.log_counts import RequestCounts
-from decode.serving.running.server_process import find_executable, free_port, running_server
+from decode.serving.running.server_process import (
+    STRAIGHT,
+    find_executable,
+    free_port,
+    running_server,
+)
 from decode.verification.sampling import SamplingParams
 
 START_SECONDS = 120.0
@@ -125,7 +129,7 @@ def complete(
 def _call(url: str, request: Mapping[str, object] | None = None) -> str:
     data = None if request is None else json.dumps(request).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=REQUEST_SECONDS) as reply:  # fmt: skip
+        with STRAIGHT.open(url, data, REQUEST_SECONDS) as reply:
             return str(reply.read().decode())
     except urllib.error.HTTPError as error:
         raise UserError(f"llama-server refuses a request: {error.read().decode()[:300]}") from error

@@ -16,6 +16,8 @@ from typing import TextIO
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
 
+STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks servers that were started here: by no proxy."""
 GUARD = Path(__file__).with_name("server_guard.py")
 
 
@@ -27,7 +29,7 @@ def running_server(
     ends with the block and with this process, however that ends, and so do its children (server_guard.py). UserError
     with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of the block
     also gets its exit code and the end of its log if the server has ended on its own."""
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, str(GUARD), *command],
             stdout=log,
@@ -75,7 +77,7 @@ def _wait_until_ready(
 ) -> None:
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
-        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        with suppress(OSError), STRAIGHT.open(url, timeout=5):
             return
         time.sleep(0.5)
     why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"

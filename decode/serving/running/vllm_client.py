@@ -104,7 +104,7 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
     """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}. Fields are those of
     vllm_worker.py. UserError with the end of its log if vLLM does not start."""
     command = [find_interpreter(python), str(WORKER_SCRIPT)]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         running = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
         )

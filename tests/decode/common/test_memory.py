@@ -10,7 +10,7 @@ from tests.worlds import ROOT
 
 FAULTS = """
 import resource, torch
-from decode.common.memory import keep_freed_memory
+from decode.common.machine import keep_freed_memory
 
 def tensors():
     # 80 MB, beyond what glibc ever keeps by itself, and many of 4 MB
@@ -40,7 +40,7 @@ def test_tensors_get_the_pages_of_those_before() -> None:
 
 LOADED_LATER = """
 import torch
-from decode.common.memory import keep_freed_memory
+from decode.common.machine import keep_freed_memory
 from decode.model.loading import build_runner
 from tests.tiny import tiny_model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.common.in_use import USERS
+from decode.common.lock import USERS
 from decode.drafts.base import Draft, Proposal, check_request
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft

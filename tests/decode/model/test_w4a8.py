@@ -173,7 +173,7 @@ def test_products_with_more_bits_are_counted(capsys: pytest.CaptureFixture[str])
 
 def test_what_w4a8_is_not_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "is_available", lambda: False)
+        patch.setattr(conversion, "what_is_missing", lambda: "this CPU has no AVX512-VNNI")
         with pytest.raises(UserError, match=r"target x: dtype w4a8 needs a CPU with AVX512-VNNI"):
             quantize_model(tiny_model("llama"), "w4a8", "target x")
     if vnni.is_available():
