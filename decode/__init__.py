@@ -10,6 +10,7 @@
 - engine: rounds of drafting and verification, compiled code and CUDA graphs
 - serving: what other engines load, serve and log; engines that run
 - generate.py: the command that continues one prompt; continuation.py does it
+- build_wheel.py: what an install takes besides the packages, assets/ and configs/
 
 common <- model, verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
 <- distributed <- generate.py; nothing outside decode is imported.

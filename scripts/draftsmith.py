@@ -6,16 +6,23 @@
     draftsmith eval --target T --methods ngram --tasks humaneval
     draftsmith ls families | tasks | recipes | engines
 
-It is installed by `pip install -e .` and runs the files of that checkout, in the folder where it is called.
+It is installed by `pip install -e .` or `pip install .`, and runs in the folder where it is called; assets/… and
+configs/… are found from everywhere.
 """
 
 import runpy
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from decode.common import files
+
+CODE = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "sample": ("train/sample.py", "the target answers prompts"),
     "prompts": ("train/write_prompts.py", "a model writes prompts"),
@@ -44,11 +51,12 @@ def usage() -> str:
 
 
 def listed(what: str) -> list[str]:
-    """What there is of a kind. SystemExit for another word."""
+    """What there is of a kind. SystemExit for another word, and for files that were not installed."""
+    root = files.ROOT
     if what == "recipes":
-        return sorted(str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*.yaml"))
+        return found(str(file.relative_to(root)) for file in (root / "configs").rglob("*.yaml"))
     if what == "tasks":
-        return sorted(file.stem for file in (ROOT / "assets" / "tasks").glob("*.yaml"))
+        return found(file.stem for file in (root / "assets" / "tasks").glob("*.yaml"))
     if what == "engines":
         from decode.serving.checker import ENGINES
 
@@ -58,6 +66,13 @@ def listed(what: str) -> list[str]:
 
         return list(DRAFT_FAMILIES)
     refuse("draftsmith ls families, tasks, recipes or engines")
+
+
+def found(names: Iterable[str]) -> list[str]:
+    """The names in order. SystemExit for none."""
+    return sorted(names) or refuse(
+        f"{files.ROOT} lacks them: install draftsmith from its repository"
+    )
 
 
 def refuse(problem: str) -> NoReturn:
@@ -75,7 +90,7 @@ def main() -> None:
     elif name == "ls":
         print("\n".join(listed(" ".join(words))))
     elif name in COMMANDS:
-        file = str(ROOT / COMMANDS[name][0])
+        file = str(CODE / COMMANDS[name][0])
         sys.argv = [file, *words]
         runpy.run_path(file, run_name="__main__")
     else:

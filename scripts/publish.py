@@ -1,14 +1,16 @@
 """Writes the folder that publishes a draft or a sampled set on the Hugging Face Hub; uploads it with --push.
 
     python scripts/publish.py --draft outputs/quickstart/drafts/eagle3 --report outputs/quickstart/report/report.json \
-      --repo me/my-draft
+      --repo me/my-draft --labels.base_model OWNER/TARGET
     python scripts/publish.py --samples outputs/quickstart/samples --repo me/my-samples --push --private
 
 Without --push nothing is sent: the folder is written and shown. Published are the fields of draftsmith.json, the report
-and the manifest that their types name (decode/common/published.py), and the card contains nothing else. A draft is
-refused if its report is of other weights, if its greedy output is not the target's, or if its files contain a secret, a
-local path or a pickle; samples are refused if a row contains a secret. The same command continues an interrupted
-upload. The last line is JSON.
+and the manifest that their types name (decode/common/published.py), and the card contains nothing else. Of a local path
+in them only the last part is published, of a place in the Hub's cache its repository; --labels.base_model says what a
+target from a folder is called on the Hub. A draft is refused if its report is of other weights, if its greedy output is
+not the target's, or if its weights, config or tokenizer contain a secret, a local path or a pickle; samples are refused
+if a row contains a secret. A push leaves no file of an earlier version that the folder lacks. The same command goes on
+with an interrupted upload. The last line is JSON.
 """
 
 import json
@@ -29,6 +31,7 @@ from rich.tree import Tree
 
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
+from decode.common.files import find_bundled
 from decode.common.run_dir import check_inputs_outside
 from train.settings.training import HubLabels
 from train.trainer.settings import DistillConfig
@@ -55,7 +58,7 @@ class PublishConfig:
     target: str = ""
     """samples: the model whose tokenizer reads them, which are searched for secrets; empty: the manifest's target."""
     repo: str = ""
-    """Name of the repository on the Hub, as me/my-draft."""
+    """Name of the repository on the Hub, as me/my-draft; without an owner it is yours, by the Hub's login."""
     private: bool = False
     """Make the repository visible only to you and your organisation."""
     push: bool = False
@@ -73,27 +76,25 @@ def main(s: PublishConfig) -> None:
 
     if (s.draft == "") == (s.samples == ""):
         raise UserError("give either --draft or --samples, a folder")
-    upload.check_repo_id(s.repo)
-    if s.push:
-        upload.check_upload_possible(s.repo)
-    out = Path(s.out or f"outputs/publish/{s.repo.rpartition('/')[2]}")
+    repo = upload.resolve_repo(s.repo, s.push)
+    out = Path(s.out or f"outputs/publish/{repo.rpartition('/')[2]}")
     check_inputs_outside(out, [s.report, s.referee, s.tuned, s.data_curve, s.forecast])
     if s.samples:
-        folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
+        folder = publish.build_dataset_folder(Path(s.samples), repo, s.labels, out, s.target)
     else:
         evidence = read_evidence(s.report, s.referee, s.tuned, s.data_curve, s.forecast)
         draft = Path(s.draft)
         publish.check_draft(draft, evidence)  # before the engines' rules are checked
         folder = publish.build_draft_folder(
-            draft, evidence, s.repo, s.labels, out, DistillConfig, check_engines(s.draft)
+            draft, evidence, repo, s.labels, out, DistillConfig, check_engines(s.draft)
         )
     print_folder(folder.path, folder.left_out)
     try:
-        sent = upload.push(folder, s.repo, s.private) if s.push else None
+        sent = upload.push(folder, repo, s.private) if s.push else None
     except (KeyboardInterrupt, Terminated) as error:
         error.add_note(f"{out} is complete, and the same command continues the upload")
         raise
-    about = {"folder": str(folder.path), "repo": s.repo, "kind": folder.kind, "pushed": sent}
+    about = {"folder": str(folder.path), "repo": repo, "kind": folder.kind, "pushed": sent}
     print(json.dumps(about))
 
 
@@ -103,8 +104,8 @@ def check_engines(draft: str) -> dict[str, list[str]]:
     from decode.serving.checker import ENGINES, check_draft_files
 
     target = read_metadata(draft).target
-    name = "" if target is None else target.name
-    local_target = name if Path(name, "config.json").is_file() else ""
+    folder = find_bundled("" if target is None else target.name)
+    local_target = folder if Path(folder, "config.json").is_file() else ""
     found = {}
     for key, engine in ENGINES.items():
         findings = check_draft_files(draft, key, target=local_target)

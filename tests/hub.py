@@ -134,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         words = path.strip("/").split("/")
         if path == "/api/repos/create":
             self._create(json.loads(body))
+        elif path == "/api/whoami-v2":
+            self._send(200, {"type": "user", "name": "me", "orgs": []})
         elif path == "/api/validate-yaml":
             self._send(200, {"errors": [], "warnings": []})
         elif method == "PUT" and words[0] == "objects":

@@ -27,6 +27,7 @@ from decode.model.loading import (
     model_folder,
     unfollowed_settings,
 )
+from decode.model.names import recorded_name
 from decode.serving.running import completions, vllm_client
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
@@ -69,9 +70,10 @@ def write_manifest(
     counts: dict[str, int],
 ) -> None:
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
+    name, commit = recorded_name(reader.name)
     made = manifest.Manifest(
-        target=reader.name,
-        revision=reader.revision,
+        target=name,
+        revision=reader.revision or commit,
         tokenizer_hash=reader.fingerprint,
         chat_template_hash=reader.chat_template_hash,
         sampling=sampling if s.origin == "target" else {},

@@ -10,7 +10,7 @@
 - journal: every finished measurement, line by line on disk
 - lock: one process at a time writes into a folder, one request at a time decodes with a model or a draft
 - provenance: command line, commit, versions and hardware of a result
-- files: atomic writing; text, JSON and YAML read with one-line errors that name the file
+- files: atomic writing; text, JSON and YAML read with one-line errors that name the file; where assets/, configs/ lie
 - damage: damaged files are moved aside, and what is intact in them is kept
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say

@@ -1,4 +1,5 @@
-"""Text, JSON and YAML files: atomic writing, and reading where every fault is one UserError that names the file.
+"""Text, JSON and YAML files: atomic writing, and reading where every fault is one UserError that names the file; and
+where the files of this project lie.
 
 Text is UTF-8, with or without a byte order mark. What would break a later step is refused when it is read: halves of
 surrogate pairs, values nested deeper than MAX_DEPTH, numbers of thousands of digits, and in YAML also keys that occur
@@ -24,6 +25,19 @@ MAX_DEPTH = 100
 """Lists and mappings within each other. Python's own limit lies a little higher and depends on who calls."""
 MAX_YAML_NODES = 100_000
 """Values in a YAML file, each alias counted as a copy of what it stands for."""
+
+BUNDLED = ("assets", "configs")
+INSTALLED = Path(__file__).resolve().parents[1] / "bundled"
+ROOT = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1]
+"""The folder that holds the BUNDLED ones: the checkout; in an install without one, where decode/build_wheel.py has put
+them, in the package decode."""
+
+
+def find_bundled(name: str) -> str:
+    """The path that `name` means: assets/target and the like are this project's wherever a command is called, unless
+    the current folder has its own; every other name is itself."""
+    ours = name.startswith(tuple(f"{folder}/" for folder in BUNDLED)) and not Path(name).exists()
+    return str(ROOT / name) if ours and (ROOT / name).exists() else name
 
 
 class _Loader(yaml.SafeLoader):

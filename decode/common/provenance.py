@@ -46,17 +46,22 @@ def versions() -> dict[str, str]:
 
 
 def git_sha() -> str | None:
-    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
+    root = Path(__file__).resolve().parents[2]
     try:
-        sha, changes = (
+        top, sha, changes = (
             subprocess.run(
-                [*git, *words], capture_output=True, text=True, check=True
+                ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
             ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+            for words in (
+                ["rev-parse", "--show-toplevel"],
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "-uno"],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return sha + ("+dirty" if changes else "")
+    # An install may lie in the repository of another project.
+    return sha + ("+dirty" if changes else "") if Path(top) == root else None
 
 
 def collect() -> Provenance:

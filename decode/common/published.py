@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from decode.common import typed_json
 from decode.common.errors import UserError
+from decode.common.files import BUNDLED, ROOT
 from decode.common.secret_patterns import find_secret
 from decode.common.typed_json import WrongTypeError, fields_of, shape_of, to_json
 
@@ -22,8 +23,13 @@ T = TypeVar("T")
 Known = Collection[str]
 """Commits and checksums that are published in full. Twelve digits of others are enough to find them."""
 WITHHELD = "not published"
-HUB_NAME = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
-OUTSIDE = r"[/~.]|[A-Za-z][\w.+-]*:[/\\]"
+PART = r"\w[\w.@+-]*"
+OPEN_NAME = rf"{PART}(?:/{PART})?|{PART}/{PART}/{PART}\.gguf|(?:{'|'.join(BUNDLED)}|outputs)(?:/{PART}){{1,5}}|"
+"""A Hub name, or a path that says nothing of a machine: in the project's own folders, or of two parts at most."""
+OUTSIDE = rf"[/~.]|[A-Za-z][\w.+-]*:[/\\]|{PART}/"
+SNAPSHOT = re.compile(
+    r"(?:^|[/\\])(?:models|datasets)--([^/\\]+)[/\\]snapshots[/\\]([\w.-]+)((?:[/\\][\w.@+-]+)*)[/\\]*$"
+)
 SHORT_NAME = r"[\w.@+(][\w .,@()+/#&®™−'-]{0,79}"
 TREE = r"(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
 
@@ -75,17 +81,36 @@ def publish_revision(value: Any, known: Known) -> str:
     return publish_digest(text, known) if re.fullmatch(r"[0-9a-f]{4,64}", text) else text
 
 
+def hub_snapshot(path: str) -> tuple[str, str] | None:
+    """(Hub name, commit) of a folder or file in the Hub's cache, as owner/name or owner/name/file.gguf; None for every
+    other path."""
+    found = SNAPSHOT.search(path)
+    if found is None:
+        return None
+    return found[1].replace("--", "/") + found[3].replace("\\", "/"), found[2]
+
+
+def display_name(path: str) -> str:
+    """What is shown of a path, wherever a command is called: a place in the Hub's cache by its Hub name, one in this
+    checkout as seen from there, and of any other the last part."""
+    snapshot = hub_snapshot(path)
+    if snapshot is not None:
+        return snapshot[0]
+    if Path(path).is_relative_to(ROOT) and Path(path) != ROOT:
+        return str(Path(path).relative_to(ROOT))
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
 def publish_place(value: Any, known: Known) -> str:
-    """A Hub name or a folder below the current one; of any other path, or of a link, the last part."""
+    """A Hub name or a path that says nothing of a machine; of any other path, or of a link, the `display_name`."""
     text = matched(r".*", "a path or a Hub name").publish(value, known)
-    inside = text.startswith("/") and Path(text).is_relative_to(Path.cwd())
-    text = str(Path(text).relative_to(Path.cwd())) if inside else text
-    if re.fullmatch(HUB_NAME, text):
+    if re.fullmatch(OPEN_NAME, text):
         return text
     folders = re.findall(r"[0-9a-f]{32,64}", text)  # caches name folders by checksums
     if not re.match(OUTSIDE, text) or find_secret(text, strict=True, known=folders):
         raise WrongTypeError("a path or a Hub name")
-    return NAME.publish(re.split(r"[/\\]", text.rstrip("/\\"))[-1], known)
+    shown = display_name(text)
+    return shown if re.fullmatch(OPEN_NAME, shown) else NAME.publish(display_name(shown), known)
 
 
 def publish_served_name(value: Any, known: Known) -> str:

@@ -40,7 +40,7 @@ from typing import (
 import yaml
 
 from decode.common.errors import UserError
-from decode.common.files import parse_yaml_value, read_yaml
+from decode.common.files import find_bundled, parse_yaml_value, read_yaml
 from decode.common.ranges import Meaning, OneOf, Range, Spellings, check_ranges
 
 T = TypeVar("T")
@@ -90,7 +90,22 @@ def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = N
     if asked:
         sys.stdout.write(to_yaml(result))
         sys.exit(0)
-    return result
+    return _with_bundled(result)
+
+
+def _with_bundled(value: Any) -> Any:
+    """The settings with the places of files of this project that they name; what is written is left as it is."""
+    if isinstance(value, str):
+        return find_bundled(value)
+    if isinstance(value, list):
+        return [_with_bundled(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_bundled(item) for key, item in value.items()}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    found = {name: _with_bundled(x) for name, x in vars(value).items() if name != "out"}
+    changed = {name: x for name, x in found.items() if x != vars(value)[name]}
+    return dataclasses.replace(value, **changed) if changed else value
 
 
 @runtime_checkable
@@ -203,7 +218,8 @@ def _collect(words: Sequence[str], settings: type) -> dict[str, Any]:
 
     for name, text in _options(words, is_switch):
         if name == "config":
-            _merge(values, rename_keys(_read_config(text, settings), renamed, text), settings)
+            read = _read_config(find_bundled(text), settings)
+            _merge(values, rename_keys(read, renamed, text), settings)
         else:
             value = _parse_text(text, name, _type_of(new_name(name, renamed), settings))
             for group in reversed(name.split(".")):

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from decode.common import damage
 from decode.common.errors import UserError, disk_error
-from decode.common.files import read_json_object
+from decode.common.files import find_bundled, read_json_object
 from decode.common.machine import return_freed_memory
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
@@ -50,7 +50,7 @@ from decode.model.formats.quantized import (
     stored_scales,
 )
 from decode.model.layer_stack import decoder_config
-from decode.model.names import cache_error, check_name, is_local, load_error
+from decode.model.names import cache_error, check_name, is_local, load_error, recorded_name
 from decode.model.quantized.conversion import INT4_TARGET, KINDS, quantize_model, quantize_network
 from decode.model.recurrent import RecurrentRunner, has_recurrent_layers
 from decode.model.runner import ModelRunner
@@ -95,7 +95,7 @@ class Target:
     runner: ModelRunner
     tokenizer: Any
     name: str
-    """Folder or Hub name, as written into results."""
+    """Folder or Hub name, as it was given; results call it by its `recorded_name`."""
     revision: str | None
     """Commit, tag or branch on the Hub."""
     fingerprint: str
@@ -114,7 +114,8 @@ class Target:
         return model_fingerprint(folder, self.revision, self.dtype)
 
     def describe(self) -> TargetRecord:
-        named: dict[str, Any] = {"name": self.name, "revision": self.revision}
+        name, commit = recorded_name(self.name)
+        named: dict[str, Any] = {"name": name, "revision": self.revision or commit}
         named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
         return TargetRecord(**named | to_json(self.identity))
 
@@ -143,6 +144,7 @@ def model_folder(
     The folder of a GGUF has weights in `dtype`, and none where that is None: then only config and tokenizer are read.
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
+    name = find_bundled(name)
     local = check_name(name, what, revision=revision)
     merged = adapter_folder(name, what, revision)
     if merged is not None:

@@ -13,7 +13,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
 from decode.common.errors import UserError, disk_error, one_line, world_error
+from decode.common.files import ROOT
 from decode.common.proxies import through
+from decode.common.published import hub_snapshot
 
 Kind = Literal["model", "dataset"]
 PATH_SUFFIXES = frozenset(
@@ -72,6 +74,24 @@ def check_name(name: str, what: str, kind: Kind = "model", revision: str | None 
             f"revision {revision!r} is of no use: {name!r} is a local path, which has one version; leave it out"
         )
     return True
+
+
+def recorded_name(name: str) -> tuple[str, str | None]:
+    """(what results call a model, its commit where the name says it).
+
+    A Hub name is itself, a place in the Hub's cache its repository, assets/… this project's. Another path begins with
+    a slash, ~ or a dot, so that it is taken for no Hub name.
+    """
+    if not is_local(name):
+        return name, None
+    path = Path(name).absolute()
+    for place in (path, path.resolve()):
+        snapshot = hub_snapshot(str(place))
+        if snapshot is not None:
+            return snapshot
+    if (ROOT / "assets") in path.parents:
+        return str(path.relative_to(ROOT)), None
+    return (name if name.startswith((".", "/", "~")) else f"./{name}"), None
 
 
 def load_error(name: str, kind: Kind, error: Exception) -> str:

@@ -11,14 +11,13 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decode.common.errors import UserError, one_line
-from decode.common.files import read_yaml
+from decode.common.files import ROOT, read_yaml
 from decode.model.names import is_local
 from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import DatasetRow
 
-ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
-BUNDLED_PROMPTS = ASSETS_DIR / "prompts"
-DATASET_SPECS_DIR = ASSETS_DIR / "tasks"
+BUNDLED_PROMPTS = ROOT / "assets" / "prompts"
+DATASET_SPECS_DIR = ROOT / "assets" / "tasks"
 JINJA_ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
 )

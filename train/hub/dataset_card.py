@@ -13,7 +13,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from decode.common import files
 from decode.common.errors import UserError
-from decode.common.published import Place, published
+from decode.common.published import Place, hub_snapshot, published
 from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
 from decode.common.target_record import ModelFingerprint
@@ -118,8 +118,8 @@ def _published_source(source: str) -> str:
 def _asked_revision(folder: Path) -> set[str]:
     """The target's commit in the settings that sampled the set, which is no key and published in full."""
     settings = files.read_yaml(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
-    asked = settings.get("revision")
-    return {asked} if isinstance(asked, str) else set()
+    asked = settings.get("revision"), *(hub_snapshot(str(settings.get("target"))) or ())
+    return {one for one in asked if isinstance(one, str)}
 
 
 def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
@@ -147,6 +147,8 @@ def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
     data = DatasetCardData(
         pretty_name=title,
         license=labels.license or None,
+        base_model=labels.base_model or None,
+        source_datasets=[labels.dataset] if labels.dataset else None,
         task_categories=["text-generation"],
         size_categories=f"{low}<n<{high}" if low and high else f"n<{high}" if high else f"n>{low}",
         tags=["speculative-decoding", "distillation", "synthetic"],

@@ -26,8 +26,8 @@ from decode.checkpoints.draft_folder import (
 )
 from decode.common import damage, run_dir
 from decode.common.errors import UserError
-from decode.common.files import read_json, read_json_object
-from decode.common.published import published
+from decode.common.files import BUNDLED, read_json, read_json_object
+from decode.common.published import display_name, hub_snapshot, published
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
 from decode.common.target_record import TargetRecord
@@ -35,14 +35,20 @@ from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
 from decode.serving.engine import ServedDraft
 from eval.results.speculation_profile import SpeculationProfile, speculation_profile
-from train.data.manifest import MANIFEST_FILE, describe_shards
+from train.data.manifest import MANIFEST_FILE, describe_shards, read_manifest
 from train.data.mixture import DataManifests
 from train.families.registry import family_settings
 from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.evidence import Evidence, short
-from train.hub.upload import MARKER_FILES, PublishFolder, check_repo_id, is_repo_id
+from train.hub.upload import (
+    MARKER_FILES,
+    OWNED_FILES,
+    PublishFolder,
+    check_repo_id,
+    is_hub_name,
+)
 from train.settings.training import HubLabels
 
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
@@ -53,17 +59,6 @@ QUOTED = re.compile(r"`([\w.-][\w./-]*)`")
 IN_FOLDER = re.compile(r"(?<![\w./-])(?:\./)?(serving/[\w.-]+(?:/[\w.-]+)*)")
 CITED_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml", ".svg", ".sh", ".py", ".pbtxt")
 """How a card and its serving files name what lies in their folder."""
-
-OWNED_FILES = (
-    *MODEL_FILES,
-    *(f"target/{name}" for name in MODEL_FILES),
-    *(METADATA_FILE, RUN_FILE, "README.md"),
-    *("report.json", "referee.json", "tuned.json", "data_curve.json", "speculation_profile.json"),
-    "forecast.json",
-    *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
-    *(".cache/**", ".gitattributes"),  # written by an upload
-)
-"""Patterns of the files of a published folder: one with others is not replaced."""
 
 
 def build_draft_folder(
@@ -89,14 +84,14 @@ def build_draft_folder(
         raise UserError(
             f"draft {draft} is an encoder-decoder: no serving engine drafts with one, upload its folder as it stands"
         )
+    check_labels(labels)
     original = recorded.original_target or recorded.target or TargetRecord()
-    name = labels.base_model or ("" if Path(original.name).exists() else original.name)
-    labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)
-    redaction.check_values(vars(labels), "--labels")
+    given = labels.base_model
+    labels = replace(labels, base_model=find_base_model(labels, original))
     known = _published_in_full(recorded)
     facts = public_metadata(recorded, settings, known)
     trained_for = facts.target or TargetRecord()
-    target = labels.base_model or trained_for.name
+    target = given or trained_for.name
     if facts.original_target is not None:
         inside = family_settings(str(facts.family)).target_folder
         target = repo if inside == "." else f"./{inside}"
@@ -149,8 +144,15 @@ def build_dataset_folder(
     manifest's target. UserError for an incomplete set, and for a secret in a row."""
     check_repo_id(repo)
     check_output_folder(out, samples)
-    redaction.check_values(vars(labels), "--labels")
+    check_labels(labels)
     stats = dataset_card.read_stats(samples, target)
+    made = read_manifest(samples)
+    given = labels.base_model
+    labels = replace(
+        labels, base_model=find_base_model(labels, TargetRecord(made.target, made.revision))
+    )
+    if given:
+        stats = replace(stats, manifest=stats.manifest | {"target": given})
     with replace_folder(out) as staging:
         dataset_card.copy_shards(samples, staging)
         manifest = stats.manifest | {"shards": to_json(describe_shards(staging))}
@@ -160,6 +162,41 @@ def build_dataset_folder(
         redaction.check_folder(staging, {*listed, str(manifest.get("revision"))})
     left_out = _unpublished_names(samples, ["shards", MANIFEST_FILE])
     return PublishFolder(out, "dataset", left_out)
+
+
+def check_labels(labels: HubLabels) -> None:
+    """UserError for a label that holds a secret, and for a model or data set that the Hub could not have."""
+    redaction.check_values(vars(labels), "--labels")
+    for name in ("base_model", "dataset"):
+        given = vars(labels)[name]
+        if given and not is_hub_name(given):
+            raise UserError(f"--labels.{name} {given!r} is no name on the Hub: give OWNER/NAME")
+
+
+def find_base_model(labels: HubLabels, target: TargetRecord) -> str:
+    """What the Hub calls the target: as it was given, else as it was recorded. "" with a warning if nobody else finds
+    it."""
+    name = labels.base_model or hub_repository(target)
+    if not name:
+        damage.warn(
+            f"the target was the folder {display_name(target.name) or '(unnamed)'}, which nobody else finds: say what "
+            "it is called on the Hub by --labels.base_model OWNER/NAME"
+        )
+    return name
+
+
+def hub_repository(target: TargetRecord) -> str:
+    """The repository on the Hub that a recorded target is from; "" for one that others do not find there.
+
+    Earlier versions recorded a folder as it was given: one that is here is no repository, and neither is a name without
+    owner of which no commit is known.
+    """
+    name, commit = hub_snapshot(target.name) or (target.name, target.revision)
+    owner, slash, rest = name.partition("/")
+    if name.endswith(".gguf"):
+        name = f"{owner}/{rest.partition('/')[0]}"
+    is_local = owner in BUNDLED or Path(name).exists() or not (slash or commit)
+    return name if is_hub_name(name) and not is_local else ""
 
 
 def check_draft(draft: Path, evidence: Evidence) -> DraftMetadata:
@@ -243,8 +280,9 @@ def _published_in_full(metadata: DraftMetadata) -> set[str]:
     Other commits and checksums are published shortened: in full they cannot be told from keys.
     """
     target = metadata.original_target or metadata.target or TargetRecord()
-    asked = (metadata.training or {}).get("revision")
-    pinned = {asked} if asked and asked == target.revision else set()
+    training = metadata.training or {}
+    asked = training.get("revision"), *(hub_snapshot(target.name) or ())
+    pinned = {target.revision} if target.revision and target.revision in asked else set()
     return {*pinned, str(metadata.draft_sha256)}
 
 

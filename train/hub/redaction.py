@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
-from decode.common.published import check_text, dotted
+from decode.common.published import check_text, display_name, dotted
 from decode.common.secret_patterns import environment_secrets, find_secret
 
 # Starts with /, ~, .. or a drive and has two parts at least: a single "/x" in a text is often no path. The character
@@ -39,14 +39,16 @@ def check_values(content: Any, where: str, known: Collection[str] = ()) -> None:
 
 
 def strip_local_paths(value: Any) -> Any:
-    """`value` with every local path relative to the current folder, or, outside it, cut to its last part."""
+    """`value` with the `display_name` of every local path."""
     if isinstance(value, dict):
         return {key: strip_local_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [strip_local_paths(item) for item in value]
     if not isinstance(value, str):
         return value
-    return _shorten(value) if _is_path(value) else LOCAL_PATH.sub(lambda m: _shorten(m[1]), value)
+    if _is_path(value):
+        return display_name(value.removeprefix("file://"))
+    return LOCAL_PATH.sub(lambda m: display_name(m[1]), value)
 
 
 def check_folder(folder: Path, known: Collection[str] = ()) -> None:
@@ -143,13 +145,6 @@ def _check_bytes(path: Path, where: str) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if any(content.find(secret.encode()) >= 0 for secret in secrets):
             raise UserError(f"{where} holds a secret of this environment: remove it and revoke it")
-
-
-def _shorten(path: str) -> str:
-    here, clean = Path.cwd(), path.removeprefix("file://")
-    if clean.startswith("/") and Path(clean).is_relative_to(here):
-        return str(Path(clean).relative_to(here))
-    return clean.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 def _is_path(value: str) -> bool:

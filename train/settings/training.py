@@ -167,11 +167,11 @@ class HubLabels:
     """Metadata for the Hub that is in no file of the draft; empty: unknown."""
 
     base_model: str = ""
-    """The target's name on the Hub."""
+    """The target's name on the Hub, as Qwen/Qwen3-8B: needed for a target that was loaded from a folder."""
     license: str = ""
     """Licence of the draft or the samples, as the Hub names it (apache-2.0)."""
     dataset: str = ""
-    """Name on the Hub of the samples that the draft was trained on."""
+    """Name on the Hub of the samples that the draft was trained on, or of the prompts of a sampled set."""
 
 
 @dataclass
@@ -179,7 +179,8 @@ class TrainingPublishConfig:
     """Where a draft is published at the end of its training."""
 
     repo: str = ""
-    """Repository on the Hub, as me/my-draft; empty: the draft is not published."""
+    """Repository on the Hub, as me/my-draft; without an owner it is yours, by the Hub's login; empty: the draft is not
+    published."""
     private: bool = False
     """Make the repository visible only to you and your organisation."""
     labels: HubLabels = field(default_factory=HubLabels)

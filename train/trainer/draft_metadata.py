@@ -17,6 +17,7 @@ from decode.common.settings import to_dict
 from decode.common.typed_json import from_json
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint
+from decode.model.names import recorded_name
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
@@ -33,11 +34,16 @@ def build_metadata(
     processes: int,
 ) -> DraftMetadata:
     """What is known before the draft is saved; `s` are the settings of train/distill.py."""
+    training = to_dict(s)
+    for group, key in ((training, "target"), (training["draft"], "init")):
+        if group.get(key):
+            group[key], commit = recorded_name(group[key])
+            training["revision"] = training["revision"] or (commit if key == "target" else None)
     known = {"target": target.describe(), **trainable.metadata, **vars(provenance.collect())}
     return DraftMetadata(
         family=DRAFT_FAMILIES[s.draft.family].saved_name,
         tokenizer_hash=target.fingerprint,
-        training=to_dict(s),
+        training=training,
         trained_steps=state.measured_at if s.loop.keep_best else state.step,
         samples=samples,
         processes=processes,
@@ -53,7 +59,8 @@ def build_metadata(
 def save_draft(
     s: DistillConfig, trainable: TrainableDraft, metadata: DraftMetadata, tracker: NullTracker
 ) -> None:
-    """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
+    """Writes the draft's folder, draftsmith.json last, and gives the tracker the settings and the manifests, and the
+    draft where that was asked for."""
     out, target = Path(s.out), metadata.target
     with naming(out):
         trainable.save(out)

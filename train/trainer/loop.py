@@ -150,6 +150,7 @@ def train(
             if saving or best_now:
                 best = state.measured_at if s.keep_best else 0
                 checkpoint.save(accelerator, out, state, s.keep, best)
+                tracker.artifact("checkpoint", "model", [checkpoint.checkpoint_dir(out, done)])
             progress.update(bar, completed=done)
             if result.stop and not last:
                 stop.ranks_stop()

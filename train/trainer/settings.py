@@ -69,8 +69,9 @@ class DistillConfig(RunSettings):
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
     wandb: Private[WandbMode] = "auto"
-    """Weights & Biases; auto: what WANDB_MODE says, else online if wandb finds a login, else offline. metrics.jsonl is
-    always written."""
+    """Weights & Biases; auto: what WANDB_MODE says, else online if wandb finds a login, else offline. It gets metrics,
+    settings and manifests; the draft's weights only with WANDB_LOG_MODEL=end, checkpoints too with
+    WANDB_LOG_MODEL=checkpoint. metrics.jsonl is always written."""
     project: Private[str] = ""
     """Project in Weights & Biases or Trackio; empty: that of WANDB_PROJECT, else draftsmith."""
     publish: Private[TrainingPublishConfig] = field(default_factory=TrainingPublishConfig)

@@ -36,7 +36,10 @@ TRACKERS = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
 """{setting: name in messages}; the last two are those of Accelerate."""
 DEFAULT_PROJECT = "draftsmith"
 TRUE = ("1", "true", "yes", "on", "y", "t")
-"""What turns WANDB_DISABLED on, in capitals or not."""
+"""What turns a variable on, in capitals or not."""
+WEIGHTS = {"": [], "false": [], "end": ["draft"], "checkpoint": ["draft", "checkpoint"]}
+"""{value of WANDB_LOG_MODEL: artifacts with weights that it asks for}, as transformers' Trainer reads it. Nothing else
+makes weights leave the machine."""
 OWN_FOLDERS: dict[str, str] = {}
 """{variable: folder} that a run of this process set for W&B; what the user set stays."""
 SECRET_NAMES = ("token", "key", "password", "secret")
@@ -98,8 +101,9 @@ class Tracker(NullTracker):
             self._call(lambda: self._run.log(dict(values), step=step))
 
     def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        """Logs files and folders to W&B as one artifact of type `kind`."""
-        if self._run is not None and self._name == "wandb":
+        """Logs files and folders to W&B as one artifact of type `kind`; those of type model only if asked (WEIGHTS)."""
+        wanted = kind != "model" or name in WEIGHTS.get(_log_model(), [])
+        if self._run is not None and self._name == "wandb" and wanted:
             self._call(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
 
     def finish(self) -> None:
@@ -146,7 +150,18 @@ def check_tracker(name: TrackerName, mode: WandbMode = "auto", project: str = ""
     asked = os.environ.get("WANDB_PROJECT", "")
     if resolved != "disabled" and project and asked not in ("", project):
         notes.append(f"project {project} stands above WANDB_PROJECT={asked}")
+    value = _log_model()
+    if resolved != "disabled" and value not in WEIGHTS:
+        known = ", ".join(filter(None, WEIGHTS))
+        notes.append(f"WANDB_LOG_MODEL={value} is none of {known}: W&B gets no weights")
+    elif resolved != "disabled" and WEIGHTS[value]:
+        notes.append(f"W&B gets the weights too, as WANDB_LOG_MODEL={value} asks")
     return notes
+
+
+def _log_model() -> str:
+    value = os.environ.get("WANDB_LOG_MODEL", "").lower()
+    return "end" if value in TRUE else value
 
 
 def explain_mode(mode: WandbMode) -> tuple[str, list[str]]:
@@ -305,11 +320,13 @@ def _artifact(name: str, kind: str, paths: Sequence[Path]) -> Any:
     import wandb
 
     artifact = wandb.Artifact(name, type=kind)
+    # A draft stays where it is, while a checkpoint may be deleted before it is sent: only that one is copied.
+    kept: Any = {"policy": "immutable", "skip_cache": True} if name == "draft" else {}
     for path in paths:
         if path.is_dir():
-            artifact.add_dir(str(path), name=path.name)
+            artifact.add_dir(str(path), name=path.name, **kept)
         else:
-            artifact.add_file(str(path))
+            artifact.add_file(str(path), **kept)
     return artifact
 
 

@@ -26,7 +26,7 @@ from tests.worlds import ROOT
 from train.data import sample_store
 from train.data.manifest import Manifest, read_manifest, write_manifest
 from train.data.mixture import DataManifests
-from train.hub import publish, redaction, upload
+from train.hub import publish, redaction
 from train.hub.evidence import Evidence
 from train.settings.training import HubLabels
 from train.trainer.settings import DistillConfig
@@ -275,8 +275,6 @@ def test_names_on_the_command_line_hold_no_secret(tmp_path: Path, setting: str) 
         value = f"me/{secret}"
         labels = HubLabels() if setting == "repo" else HubLabels(**{setting: value})
         repo = value if setting == "repo" else "me/x"
-        if setting == "base_model" and not upload.is_repo_id(value):
-            continue  # it is not used
         with pytest.raises(UserError) as caught:
             publish.build_draft_folder(
                 folder, Evidence(), repo, labels, tmp_path / "out", DistillConfig

@@ -1,4 +1,5 @@
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from decode.common.errors import UserError
+from tests import worlds
+from tests.worlds import World
 from train import training
 from train.trainer import tracking
 from train.trainer.settings import DistillConfig
@@ -553,6 +556,86 @@ def test_the_run_id_of_the_variable_stands_above_the_stored_one(tmp_path: Path) 
     assert tracking._run_id(tmp_path, resumed=True, given="job-17.b") == "job-17.b"
     assert tracking._run_id(tmp_path, resumed=True) == "job-17.b"
     assert tracking._run_id(tmp_path, resumed=False) not in (mine, "job-17.b")
+
+
+class Handed:
+    """A run of W&B that keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.metrics: list[str] = []
+        self.artifacts: list[tuple[str, str, list[str]]] = []
+
+    def log(self, values: dict[str, float]) -> None:
+        self.metrics += values
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append((artifact.name, artifact.type, sorted(artifact.manifest.entries)))
+
+    def finish(self) -> None: ...
+
+
+FILES = [
+    ("settings", "settings", ["run.yaml"]),
+    ("manifest", "dataset", ["manifest.json"]),
+]
+DRAFT = (
+    "draft", "model", ["config.json", "draftsmith.json", "model.safetensors", "tokenizer.json"],
+)  # fmt: skip
+METRICS = (
+    "step", "accept/tau", "accept/alpha", "accept/alpha_1", "accept/alpha_2", "accept/alpha_3", "accept/alpha_4",
+    "train/loss", "train/overlap", "train/top1", "train/grad_norm", "train/lr", "train/tokens_per_second",
+    "train/learned_per_second", "train/data_wait_share", "train/peak_memory_gb",
+)  # fmt: skip
+ASKED = {
+    None: 0, "false": 0, "": 0, "yes please": 0, "end": 1, "True": 1, "1": 1, "checkpoint": 2,
+}  # fmt: skip
+"""{WANDB_LOG_MODEL: 0 for no weights, 1 for the draft's, 2 for those of checkpoints as well}."""
+
+
+@pytest.fixture(scope="module")
+def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return worlds.sampled(world, tmp_path_factory.mktemp("set"), "--max_new_tokens", 4)
+
+
+@pytest.mark.parametrize("value", ASKED)
+def test_a_tracker_is_handed_this_and_nothing_else(
+    value: str | None,
+    world: World,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches weights, or anything new, that leave the machine without being asked for."""
+    run, configs = Handed(), []
+
+    def start(out: Path, project: str, config: dict, run_id: str, mode: str) -> Handed:
+        configs.append(config)
+        return run
+
+    monkeypatch.setattr(tracking, "_start_wandb", start)
+    monkeypatch.setattr(tracking, "explain_mode", lambda mode: ("offline", []))
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    env |= {} if value is None else {"WANDB_LOG_MODEL": value}
+    monkeypatch.setattr(worlds, "ENV", worlds.ENV | env)
+    done = worlds.call(
+        "train/distill.py", "--target", world.target, "--data", data, "--draft.init", world.draft,
+        "--out", tmp_path / "out", "--loop.steps", 2, "--loop.save_every", 1, "--loop.batch_size", 2,
+        "--check.prompts", 1, "--check.max_new_tokens", 4,
+    ).ok()  # fmt: skip
+    level = ASKED[value]
+    expected = [*FILES, DRAFT] if level else FILES
+    assert [one for one in run.artifacts if one[0] != "checkpoint"] == expected
+    checkpoints = [one[1:] for one in run.artifacts if one[0] == "checkpoint"]
+    assert [kind for kind, _ in checkpoints] == ["model"] * (2 if level == 2 else 0)
+    assert set(run.metrics) == set(METRICS)
+    assert {frozenset(config) for config in configs} == {
+        frozenset({*(field.name for field in dataclasses.fields(DistillConfig)), "hardware"})
+    }
+    copied = [x for x in (tmp_path / "data").rglob("*") if x.is_file()]
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert all(file.read_bytes() != weights for file in copied)
+    assert ("W&B gets the weights too" in done.err) is (level > 0)
+    assert ("WANDB_LOG_MODEL=yes please is none of" in done.err) is (value == "yes please")
 
 
 def test_null_tracker_has_every_method_of_the_tracker() -> None:
