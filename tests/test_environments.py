@@ -169,7 +169,7 @@ def test_a_cache_that_cannot_be_written_is_elsewhere(
     assert os.environ["HOME"] != "~"
 
 
-def test_models_in_a_home_that_is_only_read_are_found(
+def test_models_in_a_home_that_is_only_read_stay_in_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Catches models that are fetched again because the cache is elsewhere now."""
@@ -609,7 +609,7 @@ def test_a_training_saves_its_step_at_a_scheduler_s_signal(
 def test_torchrun_trains_together_on_cpus(world: World, data: Path, tmp_path: Path) -> None:
     """Catches two processes that each believe that they are alone."""
     words = words_of("train/distill.py", world, data, tmp_path / "out")
-    env = {"ACCELERATE_USE_CPU": "", "CUDA_VISIBLE_DEVICES": ""}
+    env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
     done = worlds.run("train/distill.py", *words, env=env, processes=2).ok()
     assert json.loads((tmp_path / "out/draftsmith.json").read_text())["processes"] == 2
     assert "error" not in done.err

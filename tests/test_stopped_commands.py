@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common import progress
 from decode.common.journal import Journal
 from decode.model import linear
 from tests import worlds
@@ -106,6 +108,23 @@ def test_sampling_saves_every_finished_answer(
     done = again(out, *words)
     assert f"{24 - len(saved)} to answer" in done.err
     assert rows_of(out) == rows_of(data)
+
+
+def test_finished_answers_are_on_disk_before_the_end(
+    world: World, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches all answers of a shard that a kill or a power cut takes; nothing is there twice, and a line says how it
+    goes before the first answer is finished."""
+    words, out, seen = sample_words(world), tmp_path / "out", []
+    monkeypatch.setattr(rows, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        on_call(patch, rows, "make_row", 13, lambda: seen.append(len(rows_of(out))))
+        done = again(out, *words)
+    assert 10 <= seen[0] <= 12
+    assert rows_of(out) == rows_of(data)
+    assert re.search(r"^answering 0/24, 0/s, [1-9]\d* tokens/s$", done.err, re.MULTILINE)
+    assert "0 to answer" in again(out, *words).err
 
 
 def test_a_signal_while_a_shard_is_written_loses_and_repeats_nothing(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
@@ -210,6 +211,57 @@ def test_a_finished_run_is_left_as_it_is(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        (("--loop.steps", 4), 8),
+        (("--loop.steps", 8), 8),
+        (("--loop.epochs", 1), 8),  # fewer steps than are done
+        (("--loop.steps", 10), 10),
+    ],
+)
+def test_resumed_with_other_steps_it_says_those_of_its_weights(
+    world: World,
+    data: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    more: tuple[object, ...],
+    steps: int,
+) -> None:
+    """Catches a last line that says fewer steps than the saved draft has."""
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    done = distill(world, data, out, *more, "--resume", "true").ok()
+    facts = facts_of(out)
+    assert (json.loads(done.out.splitlines()[-1])["steps"], facts["trained_steps"]) == (steps,) * 2
+    said = f"and {steps} steps are done already: the draft is theirs"
+    assert (said in done.err) == (facts["training"]["loop"]["steps"] < steps)
+    same = (out / WEIGHTS).read_bytes() == (undisturbed / WEIGHTS).read_bytes()
+    assert same == (steps == STEPS)
+
+
+def test_a_draft_whose_training_has_not_ended_says_so(
+    undisturbed: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches "holds no config.json" for a training that was stopped, and an older draft that is measured for it."""
+    draft = tmp_path / "out"
+    shutil.copytree(undisturbed, draft)
+    load_draft(str(draft), target)
+    assert "training" not in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"is a checkpoint of a training: name the folder {draft}"):
+        load_draft(str(draft / "checkpoints" / "step-000008"), target)
+    (draft / "checkpoints" / "latest").write_text("step-000012\n")
+    load_draft(str(draft), target)
+    said = "is that of step 8, and its training has not ended: it has gone on to step 12 since"
+    assert said in capsys.readouterr().err
+    (draft / "draftsmith.json").unlink()
+    with pytest.raises(UserError, match="its training has not ended, 12 steps are saved and no"):
+        load_draft(str(draft), target)
+    shutil.rmtree(draft / "checkpoints")
+    with pytest.raises(UserError, match="its training has not ended, 0 steps are saved and no"):
+        load_draft(str(draft), target)
+
+
 def test_two_processes_equal_one(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

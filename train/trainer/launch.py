@@ -64,6 +64,8 @@ def launcher_options(words: Sequence[str], arguments: Sequence[str]) -> dict[str
     The line ends with `arguments`, those of the launched command.
     """
     own = machine.launcher_words(words, arguments)
+    if not any("accelerate" in word for word in own):
+        return {}
     parts = [part for word in own for part in word.split("=", 1)]
     said = {name[2:].replace("-", "_"): text for name, text in pairwise(parts) if name[:2] == "--"}
     return {name: text for name, text in said.items() if name in OPTIONS}

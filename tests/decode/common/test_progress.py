@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 
 import pytest
 from rich.console import Console
@@ -89,6 +90,21 @@ def test_the_last_line_comes_once_and_after_an_error_too(
     with pytest.raises(RuntimeError):
         interrupted()
     assert capsys.readouterr().err == "read 1/2, 0.0333/s, 30 s left\n"
+
+
+def test_work_of_which_nothing_is_finished_has_lines_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches minutes of silence before the first batch is finished; a task that has ended has no more lines."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.9)
+    with progress_bars(log_console()) as bars:
+        bars.update(bars.add_task("read", total=2), completed=2)
+        bars.add_task("answering", total=24)
+        time.sleep(2.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "read 2/2, " + lines[-1].split(", ", 1)[1]
+    assert 1 <= lines.count("answering 0/24, 0/s") <= 2
+    assert len(lines) <= 3
 
 
 def test_disabled_progress_is_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
