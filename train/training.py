@@ -38,7 +38,7 @@ from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import TrainableCausal
 from train.families.settings.causal import CausalSettings
-from train.hub.upload import resolve_repo
+from train.hub.upload import check_labels, resolve_repo
 from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
 from train.planning.estimates import FlopsCounter, estimate_resources
 from train.settings.training import TrainingPublishConfig
@@ -365,6 +365,7 @@ def train_draft(s: DistillConfig) -> None:
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     if s.publish.repo:
         resolve_repo(s.publish.repo, push=True)
+        check_labels(s.publish.labels)
     estimated: dict[str, float] = {}
     with attention.training_attention(s.draft.attention):
         with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):

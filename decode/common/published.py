@@ -24,7 +24,10 @@ Known = Collection[str]
 """Commits and checksums that are published in full. Twelve digits of others are enough to find them."""
 WITHHELD = "not published"
 PART = r"\w[\w.@+-]*"
-OPEN_NAME = rf"{PART}(?:/{PART})?|{PART}/{PART}/{PART}\.gguf|(?:{'|'.join(BUNDLED)}|outputs)(?:/{PART}){{1,5}}|"
+OWN_FOLDERS = (*BUNDLED, "outputs")
+OPEN_NAME = (
+    rf"{PART}(?:/{PART})?|{PART}/{PART}/{PART}\.gguf|(?:{'|'.join(OWN_FOLDERS)})(?:/{PART}){{1,5}}|"
+)
 """A Hub name, or a path that says nothing of a machine: in the project's own folders, or of two parts at most."""
 OUTSIDE = rf"[/~.]|[A-Za-z][\w.+-]*:[/\\]|{PART}/"
 SNAPSHOT = re.compile(
@@ -91,12 +94,12 @@ def hub_snapshot(path: str) -> tuple[str, str] | None:
 
 
 def display_name(path: str) -> str:
-    """What is shown of a path, wherever a command is called: a place in the Hub's cache by its Hub name, one in this
-    checkout as seen from there, and of any other the last part."""
+    """What is shown of a path, wherever a command is called: a place in the Hub's cache by its Hub name, one in the
+    OWN_FOLDERS of this checkout as seen from there, and of any other the last part."""
     snapshot = hub_snapshot(path)
     if snapshot is not None:
         return snapshot[0]
-    if Path(path).is_relative_to(ROOT) and Path(path) != ROOT:
+    if any(Path(path).is_relative_to(ROOT / folder) for folder in OWN_FOLDERS):
         return str(Path(path).relative_to(ROOT))
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 

@@ -46,6 +46,7 @@ from train.hub.upload import (
     MARKER_FILES,
     OWNED_FILES,
     PublishFolder,
+    check_labels,
     check_repo_id,
     is_hub_name,
 )
@@ -162,15 +163,6 @@ def build_dataset_folder(
         redaction.check_folder(staging, {*listed, str(manifest.get("revision"))})
     left_out = _unpublished_names(samples, ["shards", MANIFEST_FILE])
     return PublishFolder(out, "dataset", left_out)
-
-
-def check_labels(labels: HubLabels) -> None:
-    """UserError for a label that holds a secret, and for a model or data set that the Hub could not have."""
-    redaction.check_values(vars(labels), "--labels")
-    for name in ("base_model", "dataset"):
-        given = vars(labels)[name]
-        if given and not is_hub_name(given):
-            raise UserError(f"--labels.{name} {given!r} is no name on the Hub: give OWNER/NAME")
 
 
 def find_base_model(labels: HubLabels, target: TargetRecord) -> str:

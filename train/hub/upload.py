@@ -14,6 +14,7 @@ from decode.common.proxies import through
 from decode.common.published import check_text
 from decode.common.run_dir import RUN_FILE, owns
 from decode.common.secret_patterns import redact
+from train.settings.training import HubLabels
 
 MARKER_FILES = {"model": METADATA_FILE, "dataset": "manifest.json"}
 """The file that marks a repository of ours; repositories without it are not written to."""
@@ -50,6 +51,14 @@ def check_repo_id(repo: str) -> None:
         raise UserError(
             f"repository {repo!r} is not a valid name on the Hub: use one like me/my-draft"
         )
+
+
+def check_labels(labels: HubLabels) -> None:
+    """UserError for a label that holds a secret, and for a model or data set that the Hub could not have."""
+    for name, given in vars(labels).items():
+        check_text(given, f"labels.{name}")
+        if name != "license" and given and not is_hub_name(given):
+            raise UserError(f"labels.{name} {given!r} is no name on the Hub: give OWNER/NAME")
 
 
 def is_hub_name(name: str) -> bool:

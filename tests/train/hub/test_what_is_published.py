@@ -249,7 +249,7 @@ def test_a_label_that_the_hub_cannot_have_is_refused(label: str, name: str, tmp_
     """Catches a label that is dropped without a word, and a local path in a card."""
     with pytest.raises(UserError) as refused:
         made(tmp_path, HubLabels(**{label: name}))
-    assert str(refused.value) == f"--labels.{label} {name!r} is no name on the Hub: give OWNER/NAME"
+    assert str(refused.value) == f"labels.{label} {name!r} is no name on the Hub: give OWNER/NAME"
     assert not (tmp_path / "out").exists()
 
 
