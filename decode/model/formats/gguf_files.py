@@ -18,51 +18,21 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, list_repo_files
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from decode.common import damage
 from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import write_atomically
 from decode.model.formats.gguf_architectures import build_config, list_weights
 from decode.model.formats.gguf_reader import part_names, read_gguf, write_safetensors
+from decode.model.formats.gguf_tokenizers import build_tokenizer, check_ids, read_vocabulary
 from decode.model.formats.made_folders import made_folder
 from decode.model.names import cache_error
 
 SOURCE_FILE = "gguf.json"
 """Written last into a folder, so that a folder with it is whole."""
-FORMAT = 2
+FORMAT = 3
 """Of what is in a folder: those of another number are not used."""
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _split(digits: str) -> Any:
-    """Splits words, up to three or single digits, signs and spaces, as Llama 3 and Qwen 2 do."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(f"{_WORDS}|{digits}|{_REST}"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _words() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _words),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell"),
-        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _words()]),
-    ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), lambda: _split(r"\p{N}{1,3}")),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _split(r"\p{N}")),
-}
-"""How byte-level vocabularies cut a text before merging, by the name that GGUF gives it (tokenizer.ggml.pre)."""
-
 
 def gguf_folder(
     name: str, revision: str | None = None, dtype: torch.dtype | None = None
@@ -182,26 +152,10 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
 
 
 def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
-    """Writes the tokenizer. UserError unless it has the ids, special tokens and chat template that the GGUF holds."""
-    byte_level = header.get("tokenizer.ggml.model") == "gpt2"
-    split = str(header.get("tokenizer.ggml.pre"))
-    if byte_level and split not in PRE_TOKENIZERS:
-        raise UserError(
-            f"{file} cuts texts as {split!r} does, which is not one of {', '.join(sorted(PRE_TOKENIZERS))}: "
-            "take the model's original folder instead"
-        )
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if byte_level:
-        tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[split]()
-    tokens = header["tokenizer.ggml.tokens"]
-    if tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) != tokens:
-        raise UserError(
-            f"{file}: its tokenizer cannot be rebuilt: take the model's original folder"
-        )
-    for role in ("bos", "eos", "unk", "pad"):
-        key = {"unk": "unknown", "pad": "padding"}.get(role, role)
-        if (held := header.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            setattr(tokenizer, f"{role}_token", tokens[held])
+    """Writes the tokenizer. UserError unless it gives the ids, special tokens and chat template that the GGUF holds."""
+    vocabulary = read_vocabulary(header, str(file))
+    tokenizer = build_tokenizer(vocabulary)
+    check_ids(vocabulary, tokenizer, str(file))
     template = header.get("tokenizer.chat_template")
     named = {
         name: header[f"tokenizer.chat_template.{name}"]
