@@ -6,10 +6,10 @@ of the vocabulary: the tokenizers library merges by one list, and cannot express
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from tokenizers import (
@@ -28,7 +28,8 @@ from decode.common.errors import UserError
 from decode.model.vocabularies import PROBE
 
 ORIGINAL = (
-    "give the model's own tokenizer with --tokenizer DIR, or take the model's original folder"
+    "give the folder or Hub name of the model's own tokenizer once (--tokenizer of decode/generate.py, eval/run.py, "
+    "train/sample.py or train/distill.py), or take the model's original folder"
 )
 WITHOUT_EFFECT = frozenset(
     f"tokenizer.{key}"
@@ -40,7 +41,7 @@ WITHOUT_EFFECT = frozenset(
     )
 )  # fmt: skip
 """Keys that name tokens or templates, and change no id of a text; so do those of named chat templates."""
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 SPACE = "▁"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -136,6 +137,10 @@ def read_vocabulary(keys: dict[str, Any], file: str) -> Vocabulary:
             f"{', '.join(sorted(PRE_TOKENIZERS))}: {ORIGINAL}"
         )
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(need("tokens"))]
+    types = take("token_type", [NORMAL] * len(tokens))
+    for number in [n for n, kind in enumerate(types) if kind == USER_DEFINED and n < len(tokens)]:
+        if not tokens[number].strip(SPACE):  # so files of before July 2024 spell spaces
+            tokens[number] = " " * len(tokens[number])
     ids = {token: number for number, token in enumerate(tokens)}
     twice = [n for n, token in enumerate(tokens) if ids[token] != n]
     if twice:
@@ -143,7 +148,6 @@ def read_vocabulary(keys: dict[str, Any], file: str) -> Vocabulary:
         raise UserError(
             f"{file}: its tokens {twice[0]} and {ids[token]} are both {token!r}: {ORIGINAL}"
         )
-    types = take("token_type", [NORMAL] * len(tokens))
     scores = need("scores") if spm else take("scores", [])
     for key, values in (("token_type", types), ("scores", scores if spm else tokens)):
         if len(values) != len(tokens):
@@ -161,6 +165,8 @@ def read_vocabulary(keys: dict[str, Any], file: str) -> Vocabulary:
         said = take(f"add_{role}_token", usual)
         if said and role not in held:
             raise refuse(f"add_{role}_token", f"{said}, without tokenizer.ggml.{role}_token_id,")
+        if said and types[held[role]] == NORMAL:  # transformers would cut texts at it
+            raise refuse(f"add_{role}_token", f"{said}, of the word {tokens[held[role]]!r},")
         added[role] = held[role] if said else None
     space_prefix = take("add_space_prefix", spm)
     if space_prefix and not spm:
@@ -206,7 +212,14 @@ def build_tokenizer(vocabulary: Vocabulary) -> Any:
             spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
             parts.append(decoders.Strip(content=" ", left=1))
         backend.normalizer, backend.decoder = spaces, decoders.Sequence(parts)
-    backend.add_tokens([_added_token(v, token, kind) for token, kind in v.special.items()])
+    backend.add_tokens(
+        [
+            AddedToken(
+                token, special=kind != USER_DEFINED, normalized=False, rstrip=v.stripped(token)
+            )
+            for token, kind in v.special.items()
+        ]
+    )
     put = {f"{role}": (v.tokens[n], n) for role, n in v.added.items() if n is not None}
     if put:
         begin, end = ([put[role][0]] if role in put else [] for role in ("bos", "eos"))
@@ -221,14 +234,6 @@ def build_tokenizer(vocabulary: Vocabulary) -> Any:
         if v.types[number] != NORMAL
     }
     return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **roles)
-
-
-def _added_token(v: Vocabulary, token: str, kind: int) -> AddedToken:
-    """A token that is found in texts as the file spells it. Files made before July 2024 spell spaces as in scores."""
-    old = not v.pre and not v.space_prefix and kind == USER_DEFINED and SPACE in token
-    return AddedToken(
-        token, special=kind != USER_DEFINED, normalized=old, rstrip=v.stripped(token)
-    )
 
 
 def _score_merges(v: Vocabulary) -> Iterator[tuple[str, str]]:
@@ -249,7 +254,9 @@ def reference_ids(v: Vocabulary, text: str) -> list[int]:
         elif v.pre:
             for word, _ in PRE_TOKENIZERS[v.pre]().pre_tokenize_str(part):
                 whole = v.pre in LLAMA3 and word in v.ids
-                symbols = [word] if whole else _merged(list(word), lambda a, b: v.merges.get((a, b)))
+                symbols = (
+                    [word] if whole else _merged(list(word), lambda a, b: v.merges.get((a, b)))
+                )
                 out += [v.ids[s] for s in symbols if s in v.ids]
         else:
             part = (" " * v.space_prefix + part).replace(" ", SPACE)
@@ -303,6 +310,27 @@ def _parts(v: Vocabulary, text: str) -> list[tuple[str, bool]]:
     return parts
 
 
+def check_tokens(keys: dict[str, Any], tokenizer: Any, file: str) -> None:
+    """UserError that names tokens of the file which a tokenizer that is to take the place of its own does not have.
+
+    Tokens that fill the vocabulary up may be called anything.
+    """
+    tokens = keys.get("tokenizer.ggml.tokens", [])
+    types = keys.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
+    wrong = [
+        f"{number} is {token!r} and {name!r}"
+        for number, (token, kind, name) in enumerate(zip(tokens, types, names, strict=True))
+        if not (kind == UNUSED or (name is None and token.startswith("[PAD")))
+        and str(name).replace(SPACE, " ") != token.replace(SPACE, " ")
+    ]
+    if wrong or not tokens:
+        raise UserError(
+            f"{file}: {len(wrong)} of its {len(tokens)} tokens are others in the tokenizer that is given for it "
+            f"({', '.join(wrong[:4])}): give that of the same model"
+        )
+
+
 LANGUAGES = (
     " The café's  naïve déjà-vu, isn't it? 12,345.67 €",
     "Größenwahn über Straßen\n\n\n\tund zurück",
@@ -331,12 +359,34 @@ def check_ids(v: Vocabulary, tokenizer: Any, file: str) -> None:
             )
 
 
-def _token_texts(v: Vocabulary, count: int = 60) -> Iterator[str]:
-    """Texts of tokens that follow each other by chance, always the same ones."""
+def _token_texts(v: Vocabulary, count: int = 60, most: int = 300) -> Iterator[str]:
+    """Texts of words that follow each other by chance, always the same ones, and of tokens that overlap where
+    algorithms may differ: special ones, and ones of equal scores."""
     chance = random.Random(1)
-    decode = decoders.ByteLevel().decode if v.pre else (lambda tokens: "".join(tokens))
+    decode = decoders.ByteLevel().decode if v.pre else "".join
+    plain = [t for t, kind in zip(v.tokens, v.types, strict=True) if kind == NORMAL] or v.tokens
     special = list(v.special)
     for _ in range(count):
-        words = decode([chance.choice(v.tokens) for _ in range(8)]).replace(SPACE, " ")
+        words = decode(chance.choices(plain, k=8)).replace(SPACE, " ")
         ends = chance.choices(special, k=2) if special else []
         yield words.join(ends) if ends else words
+    yield from islice(_overlapping(special), most)
+    equal: dict[float, list[str]] = {}
+    for token in [] if v.pre else plain:
+        equal.setdefault(v.scores[v.ids[token]], []).append(token.replace(SPACE, " "))
+    for tokens in equal.values():
+        if len(tokens) > 1:
+            yield from islice(_overlapping(tokens), most)
+
+
+def _overlapping(tokens: Iterable[str]) -> Iterator[str]:
+    """Texts in which one of the tokens begins within another one, but for those of one character."""
+    starts: dict[str, list[str]] = {}
+    for token in tokens:
+        starts.setdefault(token[0], []).append(token)
+    for first in chain.from_iterable(starts.values()):
+        for cut in range(1, len(first)):
+            for second in starts.get(first[cut], []):
+                text = first[:cut] + second
+                if second.startswith(first[cut:]) and len(text) > len(first) > text.count(text[0]):
+                    yield text
