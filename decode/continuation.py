@@ -25,7 +25,7 @@ from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_p
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.engine.trained_template import use_template
-from decode.model.loading import Target
+from decode.model.loading import Target, adopt_tokenizer
 
 ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"
 
@@ -94,6 +94,7 @@ def generate(s: GenerateConfig) -> None:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
         raise UserError("swift and state are settings of --draft swift")
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     target = use_template(loaded, s.template, [s.draft])
     check_draft_length(target, s.k)

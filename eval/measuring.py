@@ -13,6 +13,7 @@ from decode.distributed.placement import load_target
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
 from decode.engine.trained_template import rendering_identity, use_template
+from decode.model.loading import adopt_tokenizer
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.journal import open_journal
@@ -74,6 +75,7 @@ def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
 
 def measure(s: EvalConfig) -> None:
     """Measures the methods and writes the report, or goes on where an earlier start stopped."""
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     target = use_template(loaded, s.template, [m.draft for m in s.methods])
     if s.original:

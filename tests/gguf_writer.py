@@ -246,9 +246,11 @@ def write_case(path: Path, case: Case, **options: Any) -> Path:
 def write_file(
     path: Path, arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32",
     pre: str = "gpt-2", skip: str = "", plain_keys: dict[str, Any] | None = None, parts: int = 0,
+    vocabulary: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """A GGUF with the bundled tokenizer: matrices are quantised as `kind`, tensors and keys that are called `skip` are
-    left out. With `parts` it is split as llama.cpp's gguf-split does, and the path of the first part is returned."""
+    """A GGUF with the bundled tokenizer, or with what the keys of `vocabulary` say: matrices are quantised as `kind`,
+    tensors and keys that are called `skip` are left out. With `parts` it is split as llama.cpp's gguf-split does, and
+    the path of the first part is returned."""
     kept = [(name, array) for name, array in tensors.items() if name.removesuffix(".weight") != skip]  # fmt: skip
     size = -(-len(kept) // max(parts, 1))
     first = path
@@ -259,7 +261,10 @@ def write_file(
         if number == 0:
             _add_keys(writer, {f"{arch}.{key}": value for key, value in keys.items() if key != skip})  # fmt: skip
             _add_keys(writer, plain_keys or {})
-            _add_vocabulary(writer, pre)
+            if vocabulary is None:
+                _add_vocabulary(writer, pre)
+            else:
+                _add_keys(writer, {f"tokenizer.{key}": x for key, x in vocabulary.items()})
         else:
             del writer.kv_data[0]["general.architecture"]
         if parts:

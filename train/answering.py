@@ -22,6 +22,7 @@ from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import (
+    adopt_tokenizer,
     load_config,
     model_fingerprint,
     model_folder,
@@ -206,6 +207,7 @@ def load_engine(
 
 
 def load_reader(s: SampleConfig) -> TargetTokenizer:
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     return load_target_tokenizer(s.target, s.revision).with_template(s.template)
 
 

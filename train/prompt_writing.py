@@ -18,7 +18,7 @@ from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
 from decode.engine.engine import speculate
 from decode.engine.trained_template import use_template
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target, adopt_tokenizer, load_target
 from decode.model.vocabularies import check_embedded
 from train.sampling.config import WritePromptsConfig
 from train.sampling.rows import reply_seed
@@ -154,6 +154,7 @@ def whole_prompts(s: WritePromptsConfig, written: list[WrittenPrompt]) -> dict[s
 def write(s: WritePromptsConfig) -> None:
     if not s.systems:
         raise UserError("systems is empty: give a system message, or [''] for the template's own")
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     target = use_template(load_target(s.target, s.device, s.dtype, s.revision), s.template)
     turns = user_turns(s, target)
     out = Path(s.out)

@@ -30,7 +30,7 @@ from decode.distributed.placement import load_target
 from decode.drafts.base import check_request
 from decode.model import attention
 from decode.model.layer_stack import layer_stack
-from decode.model.loading import Target
+from decode.model.loading import Target, adopt_tokenizer
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from train.data import manifest, mixture, sample_store
@@ -170,6 +170,7 @@ def load_components(
     if s.draft.continues and accelerator.is_main_process:
         check_saved_draft(s.draft.continues)
     device, dtype = str(accelerator.device), s.target_dtype
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     target = load_target(
         s.placement, s.target, device, dtype, s.revision, with_layers=not s.states.url
     )

@@ -65,6 +65,9 @@ class TargetSettings:
     """The target model: a folder, a GGUF file or a Hub name."""
     revision: str | None = None
     """Commit, tag or branch of a target on the Hub."""
+    tokenizer: str = ""
+    """For a GGUF whose own tokenizer is refused: a folder or Hub name with the same tokens. Its ids are taken from then
+    on, by commands without this setting too."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: DtypeName = "float32"

@@ -466,6 +466,27 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise _load_error(name, "tokenizer of", folder, files, error) from error
 
 
+def adopt_tokenizer(name: str, tokenizer: str, revision: str | None = None) -> None:
+    """From here on the GGUF `name` has the tokenizer of the folder or Hub name `tokenizer`; "" changes nothing.
+
+    UserError for another target than a GGUF, and for a tokenizer with other tokens.
+    """
+    if not tokenizer:
+        return
+    check_name(name, "target", revision=revision)
+    own = load_tokenizer(tokenizer)
+    folder = gguf_folder(name, revision, tokenizer=own)
+    if folder is None:
+        raise UserError(
+            f"tokenizer {tokenizer!r} is of no use: {name!r} is no GGUF and has its own; leave it out"
+        )
+    if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(own):
+        raise UserError(
+            f"tokenizer {tokenizer!r}: {name!r} was converted before, with other ids than this one's: leave it out, or "
+            f"delete {folder}*, and it is converted again"
+        )
+
+
 def compare_tokenizers(
     fingerprint: str, model: Any, revision: Any, tokenizer: Any, whose: str = "the draft"
 ) -> tuple[str | None, Any]:

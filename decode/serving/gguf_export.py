@@ -18,7 +18,7 @@ from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_toke
 from decode.common.errors import UserError
 from decode.common.ranges import FloatName
 from decode.drafts.causal import load_ids
-from decode.model.formats.gguf_files import PRE_TOKENIZERS
+from decode.model.formats.gguf_tokenizers import PRE_TOKENIZERS
 from decode.model.loading import end_ids, load_config, load_model, load_tokenizer
 from decode.model.vocabularies import disagreement
 

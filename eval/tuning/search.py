@@ -17,7 +17,7 @@ from decode.common.progress import ProgressLog, progress_bars
 from decode.common.settings import to_yaml
 from decode.common.typed_json import to_json
 from decode.engine.trained_template import rendering_identity, use_template
-from decode.model.loading import load_target
+from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
@@ -180,6 +180,7 @@ def render_markdown(tuned: TunedReport) -> str:
 def search(s: TuneConfig) -> None:
     """Runs the sweep and writes its results. UserError for settings that make none."""
     check_config(s)
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.target, s.device, s.dtype, s.revision)
     target = use_template(loaded, s.template, [m.draft for m in s.methods])
     methods = load_methods(s, target)  # every mistake shows before the folder is changed

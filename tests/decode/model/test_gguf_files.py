@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from decode.common.errors import UserError
 from decode.model.formats import gguf_files, gguf_reader
-from decode.model.formats.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
+from decode.model.formats.gguf_files import SOURCE_FILE, gguf_folder
+from decode.model.formats.gguf_tokenizers import PRE_TOKENIZERS
 from decode.model.loading import load_model, load_target
 from tests.decode.common.test_errors import largest_file
 from tests.gguf_writer import ENDING, TEMPLATE, Case, case_model, write_case, write_file

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from huggingface_hub import constants
-from packaging.version import Version
 from torch import Tensor
 
 from decode.common.errors import UserError
@@ -73,21 +71,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]
 
     @cache_results
     def target(name: str) -> Target:
-        skip_unbuilt_vocabulary(CASES[name].arch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(constants, "HF_HOME", str(folder / "cache"))
             return load_target(str(write_case(folder / f"{name}.gguf", CASES[name])), "cpu")
 
     return target
-
-
-def skip_unbuilt_vocabulary(arch: str) -> None:
-    """Byte-level vocabularies, as these files have, of Gemma and Phi-3: transformers 5.17 cannot build them, and the
-    file is refused; 5.24 can."""
-    if arch.startswith(("gemma", "phi3")) and Version(transformers.__version__) < Version("5.24"):
-        pytest.skip(
-            f"transformers {transformers.__version__} builds no byte-level vocabulary of {arch}"
-        )
 
 
 def rotation(case: Case) -> tuple[Tensor, float]:
@@ -330,7 +318,6 @@ def test_no_model_without_the_keys_of_its_architecture(key: str, tmp_path: Path)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_the_tensor_decides_on_the_head(arch: str, tied: bool, tmp_path: Path) -> None:
     """Catches a separate head that is replaced by the embedding, and an absent one that is drawn at random."""
-    skip_unbuilt_vocabulary(arch)
     head = np.random.RandomState(3).standard_normal((4096, 64)).astype(np.float32)
     case = Case(arch, {"tie_word_embeddings": True})
     keys = {"attention.sliding_window": 8} if "gemma" in arch else {}
