@@ -17,7 +17,7 @@ from decode.common.settings import to_yaml
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
-from decode.engine.records import DecodeRecord
+from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.journal import earlier_targets
@@ -247,6 +247,7 @@ def _method_results(
             "draft_dtype": (own_settings.dtype if own_settings else "") or s.dtype,
             "verification": verification_name(method, temperature),
             "repeated_turns": result.repeated_turns,
+            "dropped_turns": result.dropped_turns,
         }
         for group in work.groups():
             own_rounds = [x for x in rounds if group.contains(x.record.task, x.record.domain)]
@@ -385,7 +386,7 @@ def _decode_for_acceptance(
         ["acceptance", comparison.temperature, method.name],
         lambda: list(map(asdict, decode(progress))),
     )
-    return [DecodeRecord(**values) for values in kept]
+    return [*map(read_record, kept)]
 
 
 def draft_family_name(method: Method, path: str) -> str | None:

@@ -36,21 +36,22 @@ OWNED_FILES = (
 def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
     """One line of outputs.jsonl."""
     facts = vars(record) | {"method": method, "temperature": temperature}
+    facts["measured_seconds"] = record.seconds  # readers of earlier versions
     names = ("task", "id", "domain", "method", "temperature", "prompt_ids", "output_ids", "rounds")
-    clock = ("finish_reason", "seconds", "measured_seconds")
+    clock = ("finish_reason", "seconds", "measured_seconds", "untimed")
     return json.dumps({name: facts[name] for name in (*names, *clock)})
 
 
 def format_summary_line(report: EvalReport, out: Path) -> str:
     """JSON: the fastest method of each temperature, pooled over tasks, the greedy verdict, failed prompts."""
     best = {}
-    for m in sorted(report.pooled, key=lambda m: (m.temperature, m.speedup.value or 0.0)):
+    for m in sorted(report.pooled, key=lambda m: (m.temperature, m.valid_speedup.value or 0.0)):
         best[f"{m.temperature:g}"] = {
             "name": m.name,
             "tau": m.tau.value,
             "alpha": m.alpha.value,
-            "speedup": m.speedup.value,
-            "speedup_ci": m.speedup.ci,
+            "speedup": m.valid_speedup.value,
+            "speedup_ci": m.valid_speedup.ci,
         }
     exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy and not m.simulated]
     verdicts = [m.lossless.greedy_identical for m in exact]
@@ -59,6 +60,7 @@ def format_summary_line(report: EvalReport, out: Path) -> str:
             "report": str(out / "report.json"),
             "best": best,
             "greedy_identical": all(verdicts) if verdicts else None,
+            "void": sum(bool(m.void) for m in report.pooled),
             "failed": len({(f.task, f.id) for m in report.pooled for f in m.failed}),
             "law": None if report.law is None else report.law.passed,
         }

@@ -130,7 +130,7 @@ def publish_prompt_id(value: Any, known: Known) -> str:
 
 
 def publish_sentence(value: Any, known: Known) -> str:
-    return value if re.fullmatch(r"[\w ,.;()%=<>×–-]{1,300}", str(value)) else WITHHELD
+    return value if re.fullmatch(r"[\w ,.;()%=<>×–-]{0,300}", str(value)) else WITHHELD
 
 
 def publish_argument(value: Any, known: Known) -> Any:

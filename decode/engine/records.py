@@ -1,7 +1,8 @@
 """What decoding one prompt gave: a record of each round, and the record of the whole request that they add up to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class DecodeRecord:
     """One prompt decoded once: what the engine emits, what the journal keeps and what every metric is computed from.
 
     The engine fills the first six fields and `forced`. Evaluation adds which prompt it was (`task`, `id`, `domain`) and
-    how long the request took. asdict() is the JSON form, DecodeRecord(**values) reads it back. Raises ValueError for a
+    how long the request took. asdict() is the JSON form, read_record reads it back. Raises ValueError for a
     round that accepted more tokens than it drafted.
     """
 
@@ -50,8 +51,8 @@ class DecodeRecord:
     """Prompts that were decoded together."""
     forced: list[int] = field(default_factory=list)
     """Accepted forced tokens of each round; empty if there were none in any."""
-    measured_seconds: float = 0.0
-    """As `seconds`, with what the machine stalled: evaluation takes that off all other fields."""
+    untimed: str = ""
+    """Why its seconds count for nothing, such as a busy machine; "" if they do. Evaluation says so."""
 
     def __post_init__(self) -> None:
         self.rounds = [(drafted, accepted) for drafted, accepted in self.rounds]  # JSON has lists
@@ -72,6 +73,11 @@ class DecodeRecord:
         """Tokens that each round committed before trimming: accepted and forced ones and the bonus token."""
         forced = self.forced or [0] * len(self.rounds)
         return [a + f + 1 for (_, a), f in zip(self.rounds, forced, strict=True)]
+
+
+def read_record(values: Mapping[str, Any]) -> DecodeRecord:
+    """The record of its JSON form, also of earlier versions."""
+    return DecodeRecord(**{name: x for name, x in values.items() if name != "measured_seconds"})
 
 
 def add_record(output: DecodeRecord, record: RoundRecord) -> None:

@@ -12,7 +12,7 @@ turns but have no speed-up: a batch's seconds are not those of one prompt.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,11 @@ from decode.verification.sampling import SamplingParams
 from eval.benchmark import llamacpp_baseline
 from eval.benchmark.config import is_plain_chain, requested_engines, vllm_dtype
 from eval.benchmark.llamacpp_baseline import LlamaCppEngine
+from eval.benchmark.machine_load import MachineWatch, busy_reason, typical_probe
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
-from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
+from eval.benchmark.turns import STALLED, Attempt, EngineAnswer, stalled_columns
+from eval.metrics.acceptance import timed_places
 from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
 from eval.results.report import EngineResult, FailedPrompt
 from eval.settings.evaluation import EvalConfig
@@ -125,8 +127,8 @@ def compare_engines(
                 key = ["engine", engine, method.name if method else "", temperature]
                 run = partial(_run_vllm, s, target, method, items, sampling)
                 apart[engine_label(engine, method)] = journal.get_or_measure(key, run)
-        steady = _without_stalls(items, ours if s.batch_size == 1 else {}, apart)
-        by_label = {**answers[temperature], **steady}
+        judged = _judge_apart(items, ours if s.batch_size == 1 else {}, apart)
+        by_label = {**answers[temperature], **judged}
         for engine, method in wanted:
             base = by_label.get(engine_label(UNASSISTED_ENGINE.get(engine, ""), None))
             entries += _engine_entries(
@@ -136,19 +138,25 @@ def compare_engines(
     return entries
 
 
-def _without_stalls(
+def _judge_apart(
     items: Sequence[TaskPrompt],
     ours: Mapping[tuple[str, str], DecodeRecord],
     answers: Mapping[str, Sequence[EngineAnswer]],
-) -> dict[str, Sequence[EngineAnswer]]:
-    """Answers that were not timed in turn, with the seconds of stalls taken off; `ours` say which prompts are slow."""
+) -> dict[str, list[EngineAnswer]]:
+    """Answers that were not timed in turn, those that stalled marked as untimed; `ours` say which prompts are slow."""
     turns = []
     for i, item in enumerate(items):
         plain = ours.get((item.task, item.id))
         records = {} if plain is None else {PLAIN_DECODING.label: [plain]}
-        turns.append(Turn([Attempt(records, {}, {x: [own[i]] for x, own in answers.items()})]))
-    steady = steady_turns(turns, of_rounds=False)
-    return {x: [turn.attempt.answers[x][0] for turn in steady] for x in answers}
+        turns.append(Attempt(records, {}, {x: [own[i]] for x, own in answers.items()}))
+    stalled = stalled_columns(turns, of_rounds=False)
+    return {
+        label: [
+            {"untimed": STALLED if ("answers", label) in found else "", **answer}
+            for answer, found in zip(own, stalled, strict=True)
+        ]
+        for label, own in answers.items()
+    }
 
 
 def _supported_methods(
@@ -201,13 +209,18 @@ def _run_vllm(
         eager=s.mode == "eager",
         repair=not sampling.greedy,
     )
+    watch = MachineWatch()
+    watch.begin()
     (done,) = vllm_client.run_jobs(s.vllm_python, [job])
+    evidence = watch.end()
+    busy = busy_reason(evidence, typical_probe([evidence]))
     if "error" in done:
         raise UserError(f"vLLM failed: {done['error'][:3000]}")
     answers: list[EngineAnswer] = done["answers"]
     for item, answer in zip(items, answers, strict=True):
         answer["ids"] = trim_at_stop(answer["ids"][0], item.stop, target.tokenizer)
         answer["repaired"] = done["repaired"]
+        answer |= {"untimed": busy} if busy else {}
     return answers
 
 
@@ -229,14 +242,21 @@ def _engine_entries(
         own = [answers[i] for i in done]
         plain = [ours[items[i].task, items[i].id] for i in done]
         rounds = [answer["rounds"] for answer in own]
+        places, void = timed_places(
+            [x.get("untimed") or y.untimed for x, y in zip(own, plain, strict=True)]
+        )
+        timed = {done[place] for place in places}
         tokens = sum(len(answer["ids"]) for answer in own)
-        seconds = sum(answer["seconds"] for answer in own)
-        rate = ratio_or_none(seconds, tokens)
+        seconds = sum(answers[i]["seconds"] for i in timed)
+        rate = ratio_or_none(seconds, sum(len(answers[i]["ids"]) for i in timed))
         prefilled = 0 if engine in DRAFT_BEFORE_PREFILL else len(done)
-        pairs = [(base[i], answers[i]) for i in done if base and "error" not in base[i]]
-        # A batch's seconds are not those of one prompt.
-        alone = zip(map(_as_answer, plain), own, strict=True) if s.batch_size == 1 else []
-        speedup, gain = (_paired_speedup([*x], s.seed) for x in (alone, pairs))
+        pairs = {i: (base[i], answers[i]) for i in done if base and "error" not in base[i]}
+        alone = {
+            i: ({"ids": r.output_ids, "seconds": r.seconds}, answers[i])
+            for i, r in zip(done, plain, strict=True)
+            if s.batch_size == 1  # a batch's seconds are not those of one prompt
+        }
+        speedup, gain = (_paired_speedup(x, timed, s.seed) for x in (alone, pairs))
         same = [answer["ids"] == r.output_ids for answer, r in zip(own, plain, strict=True)]
         entries.append(
             EngineResult(
@@ -250,13 +270,14 @@ def _engine_entries(
                 prompts=len(done),
                 output_tokens=tokens,
                 tau=None if None in rounds else ratio_or_none(tokens - prefilled, sum(rounds)),
-                tokens_per_second=ratio_or_none(tokens, seconds),
+                tokens_per_second=None if not rate else 1 / rate,
                 ms_per_token=None if rate is None else MS_PER_SECOND * rate,
                 speedup=speedup[0],
                 speedup_of_sums=speedup[1],
                 gain=gain[0],
                 gain_of_sums=gain[1],
-                stalled=sum(x.get("measured_seconds", 0.0) > x["seconds"] for x in own),
+                stalled=len(done) - len(timed) if not void else len(done),
+                void=void,
                 same_as_ours=sum(same) if temperature == 0 else None,
                 failed=[
                     FailedPrompt(items[i].task, items[i].id, answers[i]["error"])
@@ -282,29 +303,20 @@ def _vllm_described(s: EvalConfig, answers: Sequence[EngineAnswer]) -> dict[str,
     return {"served": served, "alpha_by_position": alpha or None}
 
 
-def _as_answer(record: DecodeRecord) -> EngineAnswer:
-    measured = record.measured_seconds or record.seconds
-    return {"ids": record.output_ids, "seconds": record.seconds, "measured_seconds": measured}
-
-
 def _paired_speedup(
-    pairs: Sequence[tuple[EngineAnswer, EngineAnswer]], seed: int
+    pairs: Mapping[int, tuple[EngineAnswer, EngineAnswer]], timed: Collection[int], seed: int
 ) -> tuple[Estimate, float | None]:
-    """Of (slow, fast) answers to the same prompts, the seconds per token of the slow ones ÷ those of the fast ones, and
-    the same by the clock, stalls included."""
-    tokens = [[len(answer["ids"]) for answer in side] for side in zip(*pairs, strict=True)]
-    if not tokens or not all(map(sum, tokens)):
-        return Estimate(), None
-    steady, clock = (
-        [[measure(answer) for answer in side] for side in zip(*pairs, strict=True)]
-        for measure in (
-            lambda x: x["seconds"],
-            lambda x: x.get("measured_seconds") or x["seconds"],
-        )
-    )
-    slow, fast = (Ratio(x, n) for x, n in zip(steady, tokens, strict=True))
-    by_clock = [Ratio(x, n).value or 0.0 for x, n in zip(clock, tokens, strict=True)]
-    return paired_ratio(slow, fast, seed), ratio_or_none(*by_clock) or None
+    """Of (slow, fast) answers to the prompts, the seconds per token of the slow ones ÷ those of the fast ones: on those
+    whose seconds count, and on all."""
+
+    def rates(places: Iterable[int]) -> tuple[Ratio, Ratio]:
+        sides = [[pairs[i][side] for i in places] for side in (0, 1)]
+        slow, fast = (Ratio([x["seconds"] for x in y], [len(x["ids"]) for x in y]) for y in sides)
+        return slow, fast
+
+    slow, fast = (x.value for x in rates(pairs))
+    own = rates([i for i in pairs if i in timed and not pairs[i][0].get("untimed")])
+    return paired_ratio(*own, seed), None if slow is None or not fast else slow / fast
 
 
 class TransformersEngine:

@@ -6,6 +6,7 @@ eval/tune.py rounds alone (eval/tuning/sweep.py); both use the loop of Interleav
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -23,8 +24,9 @@ from decode.engine.round import PhaseTimes
 from decode.engine.warm_up import one_batch_per_shape, run_first_rounds
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
+from eval.benchmark.machine_load import MachineWatch
 from eval.benchmark.methods import PLAIN_DECODING, Method
-from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_stalled_turns
+from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_troubled_turns
 from eval.results.report import FailedPrompt
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
@@ -42,6 +44,10 @@ class TimingContext:
     mode: str = "eager"
     seed: int = 0
     grammar: Matcher | None = None  # of all answers; None: any text
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.runner.device
 
     def sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.top_k, self.top_p)
@@ -75,7 +81,12 @@ class TimingResult:
     """Of other engines by label: one for each prompt, in their order."""
     refused: dict[Method, str] = field(default_factory=dict)
     """Methods that cannot run at their setting, and why; they have no records."""
-    repeated_turns: int = 0  # turns that were measured again, since a method had stalled in them
+    repeated_turns: int = (
+        0  # turns that were measured again: a method stalled, or the machine was busy
+    )
+    dropped_turns: dict[str, int] = field(default_factory=dict)
+    """Turns whose seconds count for no method, by reason."""
+    void: str = ""  # of a sweep: why its seconds say nothing
 
 
 def time_methods(
@@ -102,8 +113,8 @@ def time_methods(
 class InterleavedTimer:
     """Decodes batches by plain decoding and several methods in turn; finished batches are kept in the journal.
 
-    When all are done, turns in which a method stalled are repeated, and what is left of stalls is taken off the seconds
-    of the records (eval/benchmark/turns.py).
+    When all are done, turns in which a method stalled or the machine was busy are repeated; records say of which turns
+    the seconds do not count all the same (eval/benchmark/turns.py).
 
     `plain_twice`: plain decoding runs before and after the methods of each batch. Otherwise it runs once, every other
     batch reverses the order, and records are those of `rounds_only`. `tolerant`: an error is recorded as a failure of
@@ -128,6 +139,7 @@ class InterleavedTimer:
         self.plain_twice, self.tolerant = plain_twice, tolerant
         self.others: dict[str, Callable[[TaskPrompt], EngineAnswer]] = {}
         self.engines: dict[Method, SpeculativeEngine] = {}
+        self.watch = MachineWatch(context.device)
 
     def run(
         self,
@@ -170,15 +182,17 @@ class InterleavedTimer:
             attempt, failed = self._decode_in_turn(methods, batch, starts[number], number)
             if not turn.add_repeat(attempt):
                 what = next(iter(failed.values()), "other tokens than before")
-                damage.warn(f"the repeat of a turn that stalled gave {what}: it is left out")
+                damage.warn(f"the repeat of a turn gave {what}: it is left out")
             journal.put(keys[number], turn.to_json())
 
-        for turn in repeat_stalled_turns(turns, repeat, of_rounds=not self.plain_twice):
+        judged = repeat_troubled_turns(turns, repeat, of_rounds=not self.plain_twice)
+        for turn in judged:
             for method in methods:
                 result.records[method] += turn.attempt.records.get(method.label, [])
             for label in self.others:
                 result.answers[label] += turn.attempt.answers[label]
         result.repeated_turns = sum(turn.repeats > 0 for turn in turns)
+        result.dropped_turns = dict(Counter(turn.trouble for turn in judged if turn.trouble))
         return result
 
     def warm_up(self, batches: Sequence[Sequence[TaskPrompt]]) -> dict[str, str]:
@@ -204,6 +218,7 @@ class InterleavedTimer:
 
         A failure of plain decoding is one of all methods, since nothing can be compared then.
         """
+        self.watch.begin()
         order = methods if self.plain_twice or number % 2 == 0 else methods[::-1]
         passes = {m: self._decode(m, batch, first) for m in order}
         answers: dict[str, list[EngineAnswer]] = {}
@@ -211,6 +226,7 @@ class InterleavedTimer:
         if self.plain_twice:
             answers = {label: [f(item) for item in batch] for label, f in self.others.items()}
             again = {PLAIN_DECODING: self._decode(PLAIN_DECODING, batch, first)}
+        evidence = self.watch.end()
         failed = {m: own for m, own in (again | passes).items() if isinstance(own, str)}
         if PLAIN_DECODING in failed:
             error = f"plain decoding failed: {failed[PLAIN_DECODING]}"
@@ -221,7 +237,7 @@ class InterleavedTimer:
             {m.label: x for m, x in own.items() if not isinstance(x, str) and m not in failed}
             for own in (passes, again)
         )
-        return Attempt(records, second, answers), failed
+        return Attempt(records, second, answers, evidence), failed
 
     def _decode(
         self, method: Method, batch: Sequence[TaskPrompt], first: int

@@ -1,21 +1,31 @@
-"""A turn is one batch of prompts decoded by every method: what was measured of it, and its records without stalls.
+"""A turn is one batch of prompts decoded by every method: what was measured of it, and whether its seconds count.
 
-A turn in which a method stalled is repeated, for all methods, once the others are done (eval/benchmark/timing.py). The
-attempt that stalled least is kept whole, so that its methods were timed within the same minutes. What stalls in every
-attempt is the method's own cost and stays as it was measured. A stall that could not be repeated away is taken off.
+A turn in which a method stalled or the machine was busy is repeated, for all methods, once the others are done
+(eval/benchmark/timing.py). Its first attempt without either is kept whole, so that its methods were timed within the
+same minutes. If there is none, its seconds count for no method. What stalls in every attempt is the method's own cost
+and stays as it was measured. No second is ever changed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from decode.engine.records import DecodeRecord
-from eval.metrics.stalls import PassTime, SteadyTime, steady_times
+from decode.engine.records import DecodeRecord, read_record
+from eval.benchmark.machine_load import (
+    BUSY,
+    CLOCK,
+    TurnEvidence,
+    all_busy,
+    busy_reason,
+    typical_probe,
+)
+from eval.metrics.stalls import PassTime, stalled_passes
 
 EngineAnswer = dict[str, Any]
-"""One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}."""
+"""One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}; `untimed` as in a record."""
 Column = tuple[str, str]  # A pass of every turn: (which part of an attempt, label)
 MOST_REPEATS = 2  # of one turn
+STALLED = "a method stalled"
 REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
 """Repeats are at most this share of all turns, but so many in a short run: a slow machine must not go on forever."""
 
@@ -29,16 +39,18 @@ class Attempt:
     """The second passes of methods that are timed twice, which only plain decoding is."""
     answers: dict[str, list[EngineAnswer]] = field(default_factory=dict)
     """Of other engines by label, one for each prompt."""
+    evidence: TurnEvidence | None = None  # None in journals of earlier versions
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> "Attempt":
         """The inverse of `to_json`. Journals of earlier versions hold the mean of plain decoding's two passes."""
-        records = {m: [DecodeRecord(**x) for x in own] for m, own in kept["records"].items()}
+        records = {m: [read_record(x) for x in own] for m, own in kept["records"].items()}
         again = {
             m: [replace(a, **clock) for a, clock in zip(records[m], clocks, strict=True)]
             for m, clocks in kept.get("again", {}).items()
         }
-        return cls(records, again, kept["answers"])
+        evidence = TurnEvidence(**kept["evidence"]) if kept.get("evidence") else None
+        return cls(records, again, kept["answers"], evidence)
 
     def passes(self) -> dict[Column, Sequence[DecodeRecord] | Sequence[EngineAnswer]]:
         return {
@@ -56,6 +68,7 @@ class Attempt:
                 for m, own in self.again.items()
             },
             "answers": self.answers,
+            "evidence": self.evidence and asdict(self.evidence),
         }
 
     def outputs(self) -> dict[Column, list[Any]]:
@@ -93,62 +106,73 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class SteadyTurn:
-    """The attempt of a turn that is kept, without what stalled."""
+class JudgedTurn:
+    """The attempt of a turn that is kept, in which plain decoding has the mean of its passes."""
 
     attempt: Attempt
-    stall: float
-    """How much longer its worst pass took, as a share of the rest: 0 if none stalled, or all attempts alike."""
+    trouble: str
+    """Why its seconds do not count; "" if they do."""
 
 
-def repeat_stalled_turns(
+def repeat_troubled_turns(
     turns: Sequence[Turn], repeat: Callable[[int], None], *, of_rounds: bool
-) -> list[SteadyTurn]:
-    """`steady_turns` when `repeat(number)` has added to turns that stalled: the worst first, while the limits allow."""
+) -> list[JudgedTurn]:
+    """`judge_turns` when `repeat(number)` has added to turns whose seconds do not count, while the limits allow."""
     allowed = max(ALWAYS_ALLOWED, int(REPEATED_SHARE * len(turns)))
     while True:
-        steady = steady_turns(turns, of_rounds=of_rounds)
-        waiting = {
-            number: x.stall
-            for number, (turn, x) in enumerate(zip(turns, steady, strict=True))
-            if x.stall > 0 and turn.complete and turn.repeats < MOST_REPEATS
-        }
+        judged = judge_turns(turns, of_rounds=of_rounds)
+        waiting = [
+            number
+            for number, (turn, x) in enumerate(zip(turns, judged, strict=True))
+            if x.trouble and turn.complete and turn.repeats < MOST_REPEATS
+        ]
         if not waiting or sum(turn.repeats for turn in turns) >= allowed:
-            return steady
-        repeat(max(waiting, key=lambda number: waiting[number]))
+            return judged
+        repeat(min(waiting, key=lambda number: turns[number].repeats))
 
 
-def steady_turns(turns: Sequence[Turn], *, of_rounds: bool) -> list[SteadyTurn]:
-    """The records of each turn with steady seconds, in which plain decoding has the mean of its passes.
+def judge_turns(turns: Sequence[Turn], *, of_rounds: bool) -> list[JudgedTurn]:
+    """Of each turn the first attempt without trouble, or else its first one with its trouble.
 
     `of_rounds`: the records are made those of `rounds_only`, and prefill plays no part.
     """
     attempts = [attempt for turn in turns for attempt in turn.attempts]
+    stalled = iter(stalled_columns(attempts, of_rounds))
+    probe = typical_probe([x.evidence for x in attempts if x.evidence])
+    chosen: list[tuple[Attempt, str]] = []
+    for turn in turns:
+        stalls = [next(stalled) for _ in turn.attempts]
+        own_cost = set.intersection(*stalls) if len(stalls) > 1 else set()
+        troubles = [
+            _jump(attempt)
+            or (busy_reason(attempt.evidence, probe) if attempt.evidence else "")
+            or (STALLED if found - own_cost else "")
+            for attempt, found in zip(turn.attempts, stalls, strict=True)
+        ]
+        best = troubles.index("") if "" in troubles else 0
+        chosen.append((turn.attempts[best], troubles[best]))
+    if all_busy([x.evidence for x, trouble in chosen if x.evidence and not trouble]):
+        chosen = [(attempt, trouble or BUSY) for attempt, trouble in chosen]
+    return [JudgedTurn(_kept(x, trouble, of_rounds), trouble) for x, trouble in chosen]
+
+
+def stalled_columns(attempts: Sequence[Attempt], of_rounds: bool) -> list[set[Column]]:
+    """The passes of each attempt that stalled."""
     columns = list(dict.fromkeys(column for attempt in attempts for column in attempt.passes()))
     clocks = [
         {column: pass_time(own, of_rounds) for column, own in attempt.passes().items()}
         for attempt in attempts
     ]
-    table = steady_times([[clock.get(column) for column in columns] for clock in clocks])
-    options = zip(attempts, clocks, table, strict=True)
-    found = []
-    for turn in turns:
-        own = [next(options) for _ in turn.attempts]
-        stalls = [
-            {c: x.stall for c, x in zip(columns, row, strict=True) if x is not None and x.stall > 0}
-            for _, _, row in own
-        ]
-        own_cost = set.intersection(*map(set, stalls)) if len(own) > 1 else set()
-        worst = [max((x for c, x in s.items() if c not in own_cost), default=0.0) for s in stalls]
-        best = worst.index(min(worst))
-        attempt, clock, row = own[best]
-        steady = {
-            c: x
-            for c, x in zip(columns, row, strict=True)
-            if c in stalls[best] and c not in own_cost and x is not None
-        }
-        found.append(SteadyTurn(_steady_attempt(attempt, clock, steady, of_rounds), worst[best]))
-    return found
+    table = stalled_passes([[clock.get(column) for column in columns] for clock in clocks])
+    return [{c for c, found in zip(columns, row, strict=True) if found} for row in table]
+
+
+def _jump(attempt: Attempt) -> str:
+    """CLOCK if a clock went backwards within a pass."""
+    ours = [x for own in (attempt.records, attempt.again) for y in own.values() for x in y]
+    backwards = any(min([x.seconds, x.first_token_seconds, *x.round_seconds]) < 0 for x in ours)
+    others = [x for own in attempt.answers.values() for x in own]
+    return CLOCK if backwards or any(x.get("seconds", 0.0) < 0 for x in others) else ""
 
 
 def pass_time(
@@ -175,72 +199,22 @@ def pass_time(
     return PassTime(prefill, whole - prefill, rounds, len(longest.rounds))
 
 
-def _steady_attempt(
-    attempt: Attempt,
-    clocks: Mapping[Column, PassTime | None],
-    steady: Mapping[Column, SteadyTime],
-    of_rounds: bool,
-) -> Attempt:
-    """The attempt without the stalls of the passes in `steady`; `measured_seconds` are those of the clock."""
-    kept = Attempt({}, {}, {})
-    for column, own in attempt.passes().items():
-        kind, label = column
-        clock, time = clocks[column], steady.get(column)
-        getattr(kept, kind)[label] = [
-            answer_without_stall(x, clock, time)
-            if isinstance(x, dict)
-            else record_without_stall(rounds_only(x) if of_rounds else x, clock, time, of_rounds)
-            for x in own
-        ]
-    for label, again in kept.again.items():
-        kept.records[label] = [
+def _kept(attempt: Attempt, trouble: str, of_rounds: bool) -> Attempt:
+    """The attempt with its trouble on every record and answer, and the mean of two passes in one."""
+    records = {}
+    for label, own in attempt.records.items():
+        again = attempt.again.get(label, own)
+        records[label] = [
             replace(
-                a,
-                seconds=(a.seconds + b.seconds) / 2,
-                measured_seconds=(a.measured_seconds + b.measured_seconds) / 2,
+                rounds_only(a) if of_rounds else replace(a, seconds=(a.seconds + b.seconds) / 2),
+                untimed=trouble,
             )
-            for a, b in zip(kept.records[label], again, strict=True)
+            for a, b in zip(own, again, strict=True)
         ]
-    return kept
-
-
-def answer_without_stall(
-    answer: EngineAnswer, clock: PassTime | None, steady: SteadyTime | None
-) -> EngineAnswer:
-    """The answer with its share of the steady seconds of its pass; one that failed as it is."""
-    if "error" in answer:
-        return answer
-    share = 1.0 if clock is None or steady is None else steady.seconds / clock.seconds
-    return {**answer, "seconds": share * answer["seconds"], "measured_seconds": answer["seconds"]}
-
-
-def record_without_stall(
-    record: DecodeRecord, clock: PassTime | None, steady: SteadyTime | None, of_rounds: bool
-) -> DecodeRecord:
-    """The record with steady seconds. What the rounds took beyond steady decoding is taken off the longest of them."""
-    if clock is None or steady is None:
-        return replace(record, measured_seconds=record.seconds)
-    most = _highest([seconds for _, seconds in clock.rounds], steady.decode)
-    rounds = [min(seconds, most) for seconds in record.round_seconds]
-    return replace(
-        record,
-        first_token_seconds=min(record.first_token_seconds, steady.prefill)
-        if not of_rounds
-        else record.first_token_seconds,
-        round_seconds=rounds,
-        seconds=sum(rounds) if of_rounds else record.seconds * steady.seconds / clock.seconds,
-        measured_seconds=record.seconds,
-    )
-
-
-def _highest(seconds: Sequence[float], total: float) -> float:
-    """The bound on each of these seconds with which they sum to at most `total`."""
-    left = total
-    for count, value in zip(range(len(seconds), 0, -1), sorted(seconds), strict=True):
-        if value * count > left:
-            return left / count
-        left -= value
-    return max(seconds, default=float("inf"))
+    answers = {
+        label: [{**x, "untimed": trouble} for x in own] for label, own in attempt.answers.items()
+    }
+    return Attempt(records, {}, answers, attempt.evidence)
 
 
 def rounds_only(record: DecodeRecord) -> DecodeRecord:

@@ -9,13 +9,16 @@ grammar forced are in τ alone: they cannot be rejected, so they say nothing abo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from decode.common.typed_json import Estimate
 from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import Array, Ratio, paired_ratio
+
+DROPPED_SHARE = 0.25
+"""Of a row's prompts, at most so many may be without seconds."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,17 @@ def speedup(records: Sequence[DecodeRecord], plain: Sequence[DecodeRecord], seed
     return paired_ratio(seconds_per_token(matched), seconds_per_token(records), seed)
 
 
-def as_measured(record: DecodeRecord) -> DecodeRecord:
-    """The record with the clock's seconds of the request, stalls included; of no use for its rounds."""
-    return replace(record, seconds=record.measured_seconds or record.seconds)
+def timed_places(troubles: Sequence[str]) -> tuple[list[int], str]:
+    """(which of these prompts' seconds count, why a row of them is void): `troubles` are their `untimed`.
+
+    A few are dropped. Where that would be many, chance or their lengths may have chosen them: all are kept, and the row
+    is void.
+    """
+    found = [x for x in troubles if x]
+    if len(found) <= DROPPED_SHARE * len(troubles):
+        return [i for i, x in enumerate(troubles) if not x], ""
+    most = max(found, key=found.count)
+    return [*range(len(troubles))], f"{most} ({len(found)} of {len(troubles)} prompts)"
 
 
 def match_prompts(

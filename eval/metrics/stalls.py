@@ -1,13 +1,13 @@
-"""Which passes over a turn stalled, and what they would have taken without it.
+"""Which passes over a turn stalled. No second is changed: such a turn is measured again, or does not count.
 
 A turn is one batch of prompts decoded by every method; each time that a method decodes it is a pass. The seconds of a
 pass are taken to be its work × what the method costs × how slow this turn is for all methods alike, and the last two
 are fitted by medians. So prompts whose drafts are accepted less, long prompts and a machine that drifts are no
 stalls: the first take more rounds, the others slow every method of the turn.
 
-Speed-ups stay ratios of sums, of these seconds. A median of the prompts' ratios would not mind a stall either, but it
-estimates something else, since prompts differ in acceptance and length. An engine whose rounds have no clock
-(those of other engines) and vary in cost can hide a stall smaller than that spread.
+Speed-ups stay ratios of sums. A median of the prompts' ratios would not mind a stall either, but it estimates
+something else, since prompts differ in acceptance and length. An engine whose rounds have no clock (those of other
+engines) and vary in cost can hide a stall smaller than that spread.
 """
 
 from collections.abc import Sequence
@@ -38,56 +38,32 @@ class PassTime:
     """(drafted tokens, seconds) of each round of the row that had most; empty where rounds have no clock."""
     work: float = 0.0  # forward passes of the target where rounds have no clock
 
-    @property
-    def seconds(self) -> float:
-        return self.prefill + self.decode
 
+def stalled_passes(turns: Sequence[Sequence[PassTime | None]]) -> Array:
+    """[turns, passes]: which stalled; the same methods in the same order in every turn, None for one that failed.
 
-@dataclass(frozen=True)
-class SteadyTime:
-    """A pass without its stall; `stall` is how much longer it took, as a share of the rest: 0 if it did not stall."""
-
-    prefill: float
-    decode: float
-    stall: float
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill + self.decode
-
-
-def steady_times(turns: Sequence[Sequence[PassTime | None]]) -> list[list[SteadyTime | None]]:
-    """Of each turn's passes, the same methods in the same order in every turn; None for one that failed.
-
-    A turn that was repeated may stand here several times, since what slows all methods is estimated for each. Seconds
-    of passes that did not stall are those of the clock.
+    A turn that was repeated may stand here several times, since what slows all methods is estimated for each.
     """
-    if not turns or not turns[0]:
-        return [[] for _ in turns]
-    found = [
-        [None if x is None else SteadyTime(x.prefill, x.decode, 0.0) for x in t] for t in turns
-    ]
-    cells = [(i, j, x) for i, turn in enumerate(turns) for j, x in enumerate(turn) if x is not None]
-    shape = len(turns), len(turns[0])
+    shape = len(turns), len(turns[0]) if turns else 0
+    if 0 in shape:
+        return np.zeros(shape, dtype=bool)
     prefill, decode, work, long = (np.full(shape, np.nan) for _ in range(4))
-    typical = [_typical_rounds([turn[j] for turn in turns]) for j in range(len(turns[0]))]
-    for i, j, x in cells:
-        prefill[i, j], decode[i, j] = x.prefill, x.decode
-        work[i, j] = sum(typical[j][drafted] for drafted, _ in x.rounds) or x.work
-        long[i, j] = _seconds_of_long_rounds(x, typical[j])
-    total = prefill + decode
-    in_rounds = _is_stall(long, total - long)
+    typical = [_typical_rounds([turn[j] for turn in turns]) for j in range(shape[1])]
+    for i, turn in enumerate(turns):
+        for j, x in enumerate(turn):
+            if x is not None:
+                prefill[i, j], decode[i, j] = x.prefill, x.decode
+                work[i, j] = sum(typical[j][drafted] for drafted, _ in x.rounds) or x.work
+                long[i, j] = _seconds_of_long_rounds(x, typical[j])
+    in_rounds = _is_stall(long, prefill + decode - long)
     own_cost = in_rounds.sum(0) > np.maximum(1, OWN_COST_SHARE * len(turns))
-    long = np.where(in_rounds & ~own_cost, long, 0.0)
-    without = [
-        _without_outliers(prefill, np.ones_like(prefill), decode - long),
-        _without_outliers(decode - long, work, prefill),
-    ]
-    for i, j, x in cells:
-        steady = [float(table[i, j]) for table in without]
-        stall = max(0.0, x.seconds / sum(steady) - 1) if sum(steady) > 0 else 0.0
-        if stall > 0:
-            found[i][j] = SteadyTime(steady[0], steady[1], stall)
+    in_rounds = in_rounds & ~own_cost
+    others = decode - np.where(in_rounds, long, 0.0)
+    found: Array = (
+        in_rounds
+        | _far_above_the_fit(prefill, np.ones_like(prefill), others)
+        | _far_above_the_fit(others, work, prefill)
+    )
     return found
 
 
@@ -114,12 +90,12 @@ def _is_stall(extra: Array, rest: Array) -> Array:
     return (extra > LEAST_SECONDS) & (extra > LEAST_SHARE * rest)
 
 
-def _without_outliers(seconds: Array, work: Array, rest: Array) -> Array:
-    """`seconds` [turns, passes], those far above the fit replaced by it; `rest` is the other part of each pass."""
+def _far_above_the_fit(seconds: Array, work: Array, rest: Array) -> Array:
+    """Which of `seconds` [turns, passes] are; `rest` is the other part of each pass."""
     usable = (seconds > 0) & (work > 0)
     passes = len(seconds[0])
     if passes < 2 or not usable.any():
-        return seconds
+        return np.zeros(seconds.shape, dtype=bool)
     x = np.full(seconds.shape, np.nan)
     np.log(np.divide(seconds, work, out=x, where=usable), out=x, where=usable)
     turn, method = np.zeros((len(x), 1)), _median(x, 0)
@@ -129,9 +105,10 @@ def _without_outliers(seconds: Array, work: Array, rest: Array) -> Array:
     noise = _median(np.abs(x - method - _median(x - method, 1)), 0)
     deviation = 1.4826 * noise * np.sqrt(passes / (passes - 1))
     expected = np.exp(turn + method) * work
-    far = x - turn - method > DEVIATIONS * deviation
-    stalled: Array = far & _is_stall(seconds - expected, expected + rest)
-    return np.where(stalled, expected, seconds)
+    far: Array = (x - turn - method > DEVIATIONS * deviation) & _is_stall(
+        seconds - expected, expected + rest
+    )
+    return far
 
 
 def _median(values: Array, axis: int, *, lower: bool = False) -> Array:

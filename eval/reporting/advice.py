@@ -17,18 +17,17 @@ from eval.reporting.decision import (
     format_reply_length,
     format_size_ratio,
     size_ratio,
-    verdict_from_measurement,
 )
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     escape_markdown,
-    format_estimate,
     format_number,
     format_percent,
+    format_speedup,
     table_markdown,
 )
-from eval.results.report import EvalReport, MethodResult
+from eval.results.report import LEAST_PROMPTS, EvalReport, MethodResult
 from eval.results.tuned import TunedReport
 
 RECOMMENDATION_TEXT = {
@@ -64,60 +63,52 @@ def advise(
     pooled = report.pooled_sections
     fastest = pooled[0].fastest if pooled else None
     if fastest is None:
-        return Advice("Nothing to advise on: no speed-up was measured.", [], [], {})
+        voided = any(m.void for m in report.pooled)
+        why = "every speed-up is void, measure again" if voided else "no speed-up was measured"
+        return Advice(f"Nothing to advise on: {why}.", [], [], {})
     inputs = collect_decision_inputs(report, fastest, memory, rows, length)
-    recommendation, reasons = decide(inputs)
+    recommendation, reasons = decide(fastest, inputs)
     name = f"{fastest.name} at K = {fastest.k}" if fastest.k else fastest.name
     return Advice(
         headline=f"{RECOMMENDATION_TEXT[recommendation].capitalize()}: {name}, {pooled[0].setting}.",
         reasons=reasons,
-        tables=[_rules_table(report, fastest, inputs), _settings_table(report)],
-        checklist=build_checklist(report, fastest, inputs, tuned),
+        tables=[_rules_table(report, fastest, inputs)],
+        checklist=build_checklist(report, fastest, tuned),
     )
 
 
 def _rules_table(report: EvalReport, m: MethodResult, inputs: DecisionInputs) -> Table:
-    """The rules of thumb with the report's values, and whether each holds."""
+    """What decides (the first three), then rules of thumb, with the report's values and whether each holds."""
     alpha, ratio = m.alpha.value, size_ratio(report, m)
     busy, reply = inputs.utilisation, inputs.reply_tokens
     rate = format_number(m.acceptance_rate.value, 3)
     accepted = f"α {format_number(alpha, 3)}; accepted ÷ drafted {rate}"
     size = "no weights of its own" if m.draft is None else format_size_ratio(ratio)
     holds: list[bool | None] = [
+        m.prompts >= LEAST_PROMPTS,
+        None if m.valid_speedup.ci is None else m.verdict == "faster",
+        None if alpha is None else alpha >= HARMFUL_ACCEPTANCE,
+        None if alpha is None else alpha >= GOOD_ACCEPTANCE,
         None if busy is None else busy < IDLE_UTILISATION,
         None if reply is None else reply > LONG_REPLY_TOKENS,
         inputs.fits,
-        None if alpha is None else alpha >= GOOD_ACCEPTANCE,
-        None if alpha is None else alpha >= HARMFUL_ACCEPTANCE,
         None if ratio is None else MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO,
     ]
     rules = [
+        ["prompts", f"at least {LEAST_PROMPTS}", str(m.prompts)],
+        ["speed-up", "an interval above 1", format_speedup(m)],
+        ["acceptance that slows down", "not below 50 %", accepted],
+        ["acceptance to aim for", "at least 60 %", accepted],
         ["GPU use below 50 %", "yes", format_percent(busy)],
         ["replies above 100 tokens", "yes", format_reply_length(inputs, m)],
         ["the draft fits", "yes", format_memory(inputs)],
-        ["acceptance to aim for", "at least 60 %", accepted],
-        ["acceptance that slows down", "not below 50 %", accepted],
         ["size of the draft", "1/50 to 1/10 of the target", size],
     ]
     answers = {None: "missing", True: "yes", False: "no"}
     rows = [[*rule, answers[x]] for rule, x in zip(rules, holds, strict=True)]
     if m.draft is None:
         rows[-1][-1] = NOT_MEASURED
-    return Table("Rules of thumb", ["rule", "wants", "here", "holds"], rows, prose=True)
-
-
-def _settings_table(report: EvalReport) -> Table:
-    """The fastest draft of each task and setting, and whether it is clearly faster than plain decoding."""
-    rows = []
-    for section in report.sections:
-        best = section.fastest
-        if best is not None:
-            value = format_estimate(best.speedup, 2, "×")
-            verdict = verdict_from_measurement(best.speedup)
-            helps = {"on": "yes", "off": "no"}.get(verdict, "unclear")
-            rows.append([section.task, section.setting, best.name, str(best.k), value, helps])
-    header = ["task", "setting", "fastest draft", "K", "speed-up", "helps"]
-    return Table("By task and setting", header, rows, prose=True)
+    return Table("Rules", ["rule", "wants", "here", "holds"], rows, prose=True)
 
 
 def advice_markdown(advice: Advice, target: str) -> str:
@@ -126,9 +117,8 @@ def advice_markdown(advice: Advice, target: str) -> str:
         f"# Speculative decoding of {escape_markdown(target)}: advice",
         f"**{escape_markdown(advice.headline)}** {escape_markdown(' '.join(advice.reasons))}",
         *(table_markdown(table) for table in advice.tables),
-        "## Checklist",
         *(
-            f"### {step}\n\n" + "\n".join(f"- {escape_markdown(line)}" for line in lines)
+            f"## {step}\n\n" + "\n".join(f"- {escape_markdown(line)}" for line in lines)
             for step, lines in advice.checklist.items()
         ),
     ]

@@ -6,21 +6,13 @@ from eval.metrics import roofline
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs
 from eval.metrics.speedup_model import recommended_k_range
-from eval.reporting.decision import (
-    GOOD_ACCEPTANCE,
-    DecisionInputs,
-    contradictions,
-    format_memory,
-    format_reply_length,
-    format_size_ratio,
-    size_ratio,
-)
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     format_estimate,
     format_number,
     format_percent,
+    format_speedup,
 )
 from eval.reporting.summary import lossless_verdict
 from eval.results.report import EvalReport, MethodResult
@@ -28,63 +20,60 @@ from eval.results.tuned import ChosenSetting, TunedReport
 
 
 def build_checklist(
-    report: EvalReport, m: MethodResult, inputs: DecisionInputs, tuned: TunedReport | None
+    report: EvalReport, m: MethodResult, tuned: TunedReport | None
 ) -> dict[str, list[str]]:
-    """{step: lines}: what to do in each step, with the numbers of `m`, the draft that the advice is about."""
+    """{step: lines}: what to know and to do, with the numbers of `m`, the draft that the advice is about."""
     peers = [x for x in report.pooled if x.setting == m.setting]
     plain = next((x for x in peers if x.is_plain), None)
     return {
-        "1. Baseline": _baseline_lines(report, m, inputs, plain),
-        "2. Draft": _draft_lines(report, m, inputs, peers),
-        "3. Tuning": tuning_advice(tuned, m),
-        "4. Roll-out": [*rollout_advice(m, plain, tuned), *verification_headroom(report, m)],
+        "Measured": _measured_lines(report, m, peers, plain),
+        "Limits": [*_round_lines(m), *roofline_lines(report, m, plain, tuned)],
+        "Tuning": tuning_advice(tuned, m),
+        "Roll-out": rollout_advice(m, plain, tuned),
     }
 
 
-def _baseline_lines(
-    report: EvalReport, m: MethodResult, inputs: DecisionInputs, plain: MethodResult | None
+def _measured_lines(
+    report: EvalReport, m: MethodResult, peers: Sequence[MethodResult], plain: MethodResult | None
 ) -> list[str]:
-    speed = latency = "not measured"
+    """Plain decoding, the draft, the other methods, and the tasks on which it is not shown to be faster."""
+    speed = "not measured"
     if plain is not None:
-        waits = plain.latency_ms or LatencyMs()
+        first = format_number((plain.latency_ms or LatencyMs()).first_token, 1)
         speed = (
             f"{format_number(plain.tokens_per_second.value, 1)} tokens/s, "
-            f"{format_number(plain.ms_per_token, 2)} ms per token"
+            f"{format_number(plain.ms_per_token, 2)} ms per token, first token {first} ms"
         )
-        latency = (
-            f"round {format_number(waits.p50, 1)} ms median, {format_number(waits.p95, 1)} ms p95, "
-            f"first token {format_number(waits.first_token, 1)} ms"
-        )
-    use = inputs.utilisation
+    others = [f"{x.name} {format_speedup(x)}" for x in peers if x.name not in ("plain", m.name)]
+    doubtful = [
+        f"{x.task} {format_speedup(x)} (n = {x.prompts})"
+        for x in report.entries
+        if (x.name, x.setting) == (m.name, m.setting) and not x.is_pooled
+        if x.valid_speedup.ci is None or x.valid_speedup.ci[0] <= 1
+    ]
     return [
-        f"Plain decoding of {report.target_name} by the same engine: {speed}; {latency}.",
-        f"GPU use during plain decoding: {'not measured' if use is None else format_percent(use)}. "
-        f"Tokens per reply: {format_reply_length(inputs, m)}.",
-    ]
-
-
-def _draft_lines(
-    report: EvalReport, m: MethodResult, inputs: DecisionInputs, peers: Sequence[MethodResult]
-) -> list[str]:
-    others = [
-        f"{x.name} {format_estimate(x.speedup, 2, '×')}"
-        for x in peers
-        if x.name not in ("plain", m.name)
-    ]
-    ratio, alpha = size_ratio(report, m), m.alpha.value
-    size = "unknown" if ratio is None else f"{format_size_ratio(ratio)} of the target"
-    lines = [
-        f"{m.name}: τ {format_estimate(m.tau, 2)}, α {format_estimate(m.alpha, 3)}, "
-        f"{format_estimate(m.speedup, 2, '×')}.",
-        f"Other methods on the same prompts: {', '.join(others) or 'none'}.",
-        f"Size: {'no weights of its own' if m.draft is None else size}. Memory: {format_memory(inputs)}.",
+        f"Plain decoding of {report.target_name} by the same engine: {speed}.",
+        f"{m.name}: τ {format_estimate(m.tau, 2)}, α {format_estimate(m.alpha, 3)}, {format_speedup(m)}; "
+        f"others on the same prompts: {', '.join(others) or 'none'}.",
+        *([f"Not shown to be faster on {', '.join(doubtful)}."] if doubtful else []),
         lossless_verdict(report),
-        *contradictions(m, ratio),
     ]
-    if m.draft is not None and alpha is not None and alpha < GOOD_ACCEPTANCE:
+
+
+def _round_lines(m: MethodResult) -> list[str]:
+    """Expected tokens a round beside those measured, and what a round costs."""
+    alpha, tau, speedup = m.alpha.value, m.tau.value, m.valid_speedup.value
+    lines = []
+    if alpha is not None and tau is not None and m.k and m.tree is None:
+        expected = sum(alpha**i for i in range(m.k + 1))
         lines.append(
-            f"α {alpha:.2f} is below the 60 % that guides aim for: distill the draft on the target's own answers to "
-            "your prompts."
+            f"Expected tokens a round, 1 + α + … + α^{m.k}: {expected:.2f}; measured: τ {tau:.2f}. More than K + 1 = "
+            f"{m.k + 1} is impossible."
+        )
+    if tau is not None and speedup:
+        lines.append(
+            f"A round costs {tau / speedup:.2f} steps of plain decoding (τ ÷ speed-up): below a τ of "
+            f"{max(1.0, tau / speedup):.2f} it loses, so switch it off there (vLLM prints τ as mean acceptance length)."
         )
     return lines
 
@@ -144,14 +133,9 @@ def rollout_advice(
 ) -> list[str]:
     """What to monitor in production, and the values at which to act."""
     lines = [
-        "Start with a small share of the traffic and compare with plain decoding, on the same prompts where possible."
+        "Start with a small share of the traffic and monitor τ by domain: it drops first where prompts are of a new "
+        "kind; then sample, distill and measure again."
     ]
-    if m.tau.value is not None and m.speedup.value:
-        break_even = max(1.0, m.tau.value / m.speedup.value)
-        lines.append(
-            f"Monitor tokens per target pass (τ; vLLM prints it as mean acceptance length): {m.tau.value:.2f} here. "
-            f"At the measured cost of a round it breaks even at {break_even:.2f}: switch speculation off below that."
-        )
     p95 = (m.latency_ms or LatencyMs()).p95
     if p95 is not None:
         plain_p95 = None if plain is None else (plain.latency_ms or LatencyMs()).p95
@@ -159,25 +143,35 @@ def rollout_advice(
             f"Monitor the p95 of a round: {p95:.1f} ms here, {format_number(plain_p95, 1)} ms in plain decoding. Under "
             "load it rises before throughput falls."
         )
-    lines.append(batch_size_advice(m, tuned))
-    lines.append(
-        "Monitor acceptance by domain: it drops first where prompts are of a new kind. Then sample, distill and "
-        "measure again."
+    return [*lines, batch_size_advice(m, tuned)]
+
+
+def roofline_lines(
+    report: EvalReport, m: MethodResult, plain: MethodResult | None, tuned: TunedReport | None
+) -> list[str]:
+    """The tokens/s that reading the weights allows, and how many tokens a pass can verify before computing takes
+    longer: of a GPU by its data sheet, of other devices by eval/tune.py."""
+    gpu, width = (
+        roofline.GPU_SPECS.get(report.hardware.device or ""),
+        roofline.DTYPE_BYTES.get(m.dtype),
     )
+    size = report.models.target if report.models else None
+    bandwidth = gpu.bandwidth if gpu else tuned.bandwidth if tuned else 0.0
+    lines = []
+    if size is not None and not size.experts and width and bandwidth:
+        top = bandwidth / (size.parameters * width)
+        here = None if plain is None else plain.tokens_per_second.value
+        lines.append(
+            f"Roofline: reading all weights at {bandwidth / 1e9:,.0f} GB/s allows {top:,.1f} passes/s, as many plain "
+            f"tokens/s (measured {format_number(here, 1)}) and τ times as many with a draft that costs nothing."
+        )
+    if gpu is not None and width == 2:  # GPU_SPECS holds the operations a second of 16-bit dtypes
+        lines.append(
+            f"By its data sheet this GPU computes {roofline.ridge_point(gpu, width):.0f} tokens in the time that it "
+            "reads the weights once: keep batch × tokens verified per round well below that (here "
+            f"{m.batch_size} × {m.k + 1})."
+        )
     return lines
-
-
-def verification_headroom(report: EvalReport, m: MethodResult) -> list[str]:
-    """How many tokens a pass can verify before computing takes longer than reading the weights; only for known GPUs."""
-    gpu = roofline.GPU_SPECS.get(report.hardware.device or "")
-    width = roofline.DTYPE_BYTES.get(m.dtype)
-    if gpu is None or width != 2:  # GPU_SPECS holds the operations a second of 16-bit dtypes
-        return []
-    tokens = f"{roofline.ridge_point(gpu, width):.0f} tokens"
-    return [
-        f"By its data sheet this GPU computes {tokens} in the time that it reads the weights once: keep batch × tokens "
-        f"verified per round well below that (here {m.batch_size} × {m.k + 1})."
-    ]
 
 
 def batch_size_advice(m: MethodResult, tuned: TunedReport | None) -> str:

@@ -1,24 +1,23 @@
 """Decides from a report whether to switch speculative decoding on.
 
-The rules of thumb are those that production guides repeat: switch it on below 50 % GPU use for replies above 100 tokens
-if the draft fits in memory; use larger batches instead above 80 % GPU use or if memory is short; aim for 60 %
-acceptance, and expect a slow-down below 50 %; choose a draft of 1/50 to 1/10 of the target's size. A measured speed-up
-takes precedence over these rules, because it already contains everything that they estimate.
+What was measured decides: enough prompts, an interval above 1 and an acceptance that production guides do not call
+harmful; where one is lacking, that is the answer. The rules of thumb that the guides repeat (on below 50 % GPU use for
+replies above 100 tokens if the draft fits in memory; larger batches above 80 % or if memory is short; 60 % acceptance;
+a draft of 1/50 to 1/10 of the target's size) stand beside it and never switch it on.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from decode.common.progress import format_bytes
-from decode.common.typed_json import Estimate
 from eval.metrics import roofline
 from eval.reporting.formatting import (
     NOT_MEASURED,
-    format_estimate,
     format_number,
     format_percent,
+    format_speedup,
 )
-from eval.results.report import EvalReport, MethodResult, ModelSizes
+from eval.results.report import LEAST_PROMPTS, EvalReport, MethodResult, ModelSizes
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100
@@ -36,7 +35,6 @@ HEURISTIC_PHRASES = {
 class DecisionInputs:
     """The values that the decision depends on; None where one was neither measured nor given."""
 
-    speedup: Estimate
     utilisation: float | None  # share of time that the GPU was busy during plain decoding, 0 to 1
     reply_tokens: float | None  # mean tokens per reply
     needed_bytes: float | None  # memory of both models and their KV caches at the planned load
@@ -62,48 +60,43 @@ def verdict_from_heuristic(inputs: DecisionInputs) -> Literal["on", "batch", "be
     return "on" if idle and long else "between"
 
 
-def verdict_from_measurement(speedup: Estimate) -> Literal["on", "off", "unclear", "missing"]:
-    """The recommendation of the measurement alone: the speed-up's interval lies above 1, below 1, or contains 1."""
-    if speedup.ci is None:
-        return "missing"
-    return "on" if speedup.ci[0] > 1 else "off" if speedup.ci[1] < 1 else "unclear"
+def lacking(m: MethodResult) -> list[str]:
+    """What the measurement lacks to switch the method on; empty if nothing."""
+    alpha = m.alpha.value
+    found = {
+        f"{LEAST_PROMPTS} prompts (here {m.prompts})": m.prompts < LEAST_PROMPTS,
+        "a confidence interval of the speed-up": m.valid_speedup.ci is None,
+        f"an interval above 1 (here {format_speedup(m)})": m.valid_speedup.ci is not None
+        and m.valid_speedup.ci[0] <= 1,
+        f"an acceptance of 50 % (here α {format_number(alpha, 2)})": alpha is None
+        or alpha < HARMFUL_ACCEPTANCE,
+    }
+    return [what for what, lacks in found.items() if lacks]
 
 
-def decide(inputs: DecisionInputs) -> tuple[Literal["on", "off", "batch", "measure"], list[str]]:
-    """The recommendation and its reasons.
-
-    Memory that does not suffice decides alone; next comes the measurement, and last the rules of thumb.
-    """
+def decide(
+    m: MethodResult, inputs: DecisionInputs
+) -> tuple[Literal["on", "off", "batch", "measure"], list[str]]:
+    """The recommendation and its reasons. Memory that does not suffice decides alone; next comes the measurement."""
     heuristic = verdict_from_heuristic(inputs)
-    measured = verdict_from_measurement(inputs.speedup)
-    value = format_estimate(inputs.speedup, 2, "×")
     if inputs.fits is False:
         return "batch", [f"Both models and their KV caches do not fit: {format_memory(inputs)}."]
-    if measured in ("on", "off"):
-        reasons = [f"Measured: {value} the speed of plain decoding."]
-        if heuristic in {"on": ("batch", "between"), "off": ("on",)}[measured]:
+    missing = lacking(m)
+    if m.verdict == "slower" or not missing:
+        on = m.verdict == "faster"
+        reasons = [f"Measured: {format_speedup(m)} the speed of plain decoding, n = {m.prompts}."]
+        if heuristic in (("batch", "between") if on else ("on",)):
             reasons.append(
                 f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]} (GPU use "
                 f"{format_percent(inputs.utilisation)}, {format_number(inputs.reply_tokens, 0)} tokens per reply). "
                 "The measurement contradicts it and takes precedence."
             )
-        return ("on" if measured == "on" else "off"), reasons
-    why = (
-        f"The measured {value} is not clearly above or below 1: measure on more prompts."
-        if measured == "unclear"
-        else "The report has no confidence interval of the speed-up."
-    )
+        return ("on" if on else "off"), reasons
+    why = f"The measurement lacks {', '.join(missing)}."
     if heuristic == "missing":
-        values = {
-            "GPU use": inputs.utilisation,
-            "the length of replies": inputs.reply_tokens,
-            "memory (give --memory_gb)": inputs.fits,
-        }
-        missing = ", ".join(name for name, x in values.items() if x is None)
-        return "measure", [why, f"The rule of thumb cannot be applied, missing: {missing}."]
-    if heuristic == "between":
-        return "measure", [why, "The rule of thumb does not decide here either."]
-    return heuristic, [why, f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]}."]
+        return "measure", [why]
+    rule = f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]}."
+    return ("batch" if heuristic == "batch" else "measure"), [why, rule]
 
 
 def collect_decision_inputs(
@@ -115,7 +108,6 @@ def collect_decision_inputs(
     # Where the token limit cut most replies, their mean says only that they are long, if it is long all the same.
     cut = finish is None or finish.get("length", 0) > sum(finish.values()) / 2
     return DecisionInputs(
-        speedup=m.speedup,
         utilisation=None if busy is None else busy / 100,
         reply_tokens=None if mean is None or (cut and mean <= LONG_REPLY_TOKENS) else mean,
         needed_bytes=needed_memory(report, m, rows, length),
@@ -136,21 +128,6 @@ def needed_memory(
     tokens = length if length is not None else round(m.mean_reply_tokens or 0)
     parts = roofline.memory_breakdown(models.target, draft, rows or m.batch_size, tokens, width)
     return sum(parts.values())
-
-
-def contradictions(m: MethodResult, ratio: float | None) -> list[str]:
-    """Sentences about rules on acceptance or draft size (`ratio`) that the measured speed-up contradicts."""
-    measured, alpha = verdict_from_measurement(m.speedup), m.alpha.value
-    value = format_estimate(m.speedup, 2, "×")
-    cases = []
-    if alpha is not None and alpha < HARMFUL_ACCEPTANCE and measured == "on":
-        cases.append(f"α {alpha:.2f} is below the 50 % that guides require, yet {value}")
-    if alpha is not None and alpha >= GOOD_ACCEPTANCE and measured == "off":
-        cases.append(f"α {alpha:.2f} reaches the 60 % that guides aim for, yet {value}")
-    if ratio is not None and not MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO and measured == "on":
-        size = f"The draft is {format_size_ratio(ratio)} of the target"
-        cases.append(f"{size}, outside the 1/50 to 1/10 of guides, yet {value}")
-    return [f"{case} was measured. The measurement takes precedence." for case in cases]
 
 
 def size_ratio(report: EvalReport, m: MethodResult) -> float | None:

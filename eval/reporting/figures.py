@@ -37,11 +37,13 @@ PROBABILITY_YLIM = (0.0, 1.03)
 def build_charts(report: EvalReport, tuned: TunedReport | None) -> list[ReportChart]:
     """Every figure that has a panel, most important first."""
     # Older reports have no interval for other engines.
-    engines = [replace(e, name=f"{e.engine} {e.name}") for e in report.engines if e.speedup.ci]
+    engines = [
+        replace(e, name=f"{e.engine} {e.name}") for e in report.engines if e.valid_speedup.ci
+    ]
     pooled, tasks = report.pooled, {m.task for m in report.entries}
     charts = [
         _task_chart(
-            [(m, m.speedup) for m in [*report.entries, *engines] if m.task in tasks],
+            [(m, m.valid_speedup) for m in [*report.entries, *engines] if m.task in tasks],
             "Speed-up by method and task",
             "× plain decoding (dashed)",
         ),

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from decode.common.typed_json import Estimate
+from eval.results.report import Measured
 
 Interval = Sequence[float] | None  # [low, high] of a 95 % interval; None if it was not measured
 
@@ -60,6 +61,16 @@ def format_value(value: Any) -> str:
 def escape_markdown(text: str) -> str:
     """Escapes what would end a Markdown table cell or start an HTML tag; line breaks become spaces."""
     return text.replace("<", "&lt;").replace("|", "\\|").replace("\n", " ")
+
+
+def or_void(m: Measured, text: str) -> str:
+    """`void` where the seconds of the entry say nothing, else the text."""
+    return "void" if m.void else text
+
+
+def format_speedup(m: Measured) -> str:
+    """With its interval."""
+    return or_void(m, format_estimate(m.speedup, 2, "×"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.figures import estimate_point
-from eval.reporting.formatting import NOT_MEASURED, format_estimate, format_number, format_positions
+from eval.reporting.formatting import (
+    NOT_MEASURED,
+    format_estimate,
+    format_number,
+    format_positions,
+    format_speedup,
+    or_void,
+)
 from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
 from eval.reporting.tables import COLUMNS, Column
 from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
@@ -29,17 +36,17 @@ def render_table(report: EvalReport, layout: str = "pooled") -> str:
     tasks = list(dict.fromkeys(m.task for m in report.methods if not m.is_pooled))
     shown = tasks if len(tasks) > 1 else []
     columns = LAYOUTS[layout]
-    by_task = {(row_name(m), m.temperature, m.task): m.speedup for m in all_entries(report)}
+    by_task = {(row_name(m), m.temperature, m.task): m for m in all_entries(report)}
     rows = [["T", "method", *columns, *shown, "speed-up [95 %]"]]
     for m in by_speed(report):
-        speedups = [by_task[row_name(m), m.temperature, task].value for task in shown]
+        own = [by_task[row_name(m), m.temperature, task] for task in shown]
         rows.append(
             [
                 f"{m.temperature:g}",
                 row_name(m),
                 *(column(m) for column in columns.values()),
-                *(f"{format_number(value, 2)}×" for value in speedups),
-                format_estimate(m.speedup, 2, "×"),
+                *(or_void(x, f"{format_number(x.speedup.value, 2)}×") for x in own),
+                format_speedup(m),
             ]
         )
     lines = ["".join(f"| {cell} " for cell in row) + "|" for row in rows]
@@ -54,7 +61,7 @@ def all_entries(report: EvalReport) -> list[Entry]:
 def by_speed(report: EvalReport) -> list[Entry]:
     """The entries of all tasks together: the lowest temperature first, and of each temperature the fastest first."""
     pooled = [m for m in all_entries(report) if m.is_pooled]
-    return sorted(pooled, key=lambda m: (m.temperature, -(m.speedup.value or 0)))
+    return sorted(pooled, key=lambda m: (m.temperature, -(m.valid_speedup.value or 0)))
 
 
 def row_name(m: Entry) -> str:
@@ -74,9 +81,9 @@ def row_name(m: Entry) -> str:
 
 def draw_speedups(report: EvalReport) -> str:
     """SVG of the speed-ups of all tasks together: a row for each method and engine, a colour for each temperature."""
-    timed = [m for m in by_speed(report) if m.speedup.value]
+    timed = [m for m in by_speed(report) if m.valid_speedup.value]
     points = {
-        (row_name(m).strip("*"), f"temperature {m.temperature:g}"): estimate_point(m.speedup)
+        (row_name(m).strip("*"), f"temperature {m.temperature:g}"): estimate_point(m.valid_speedup)
         for m in timed
     }
     rows, names = (list(dict.fromkeys(x)) for x in zip(*points, strict=True))
@@ -106,8 +113,11 @@ LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
     "pooled": {
         "τ": lambda m: format_number(m.tau.value if isinstance(m, MethodResult) else m.tau, 2),
         "α": of_method(COLUMNS["α"]),
-        "tokens/s": lambda m: format_number(
-            m.tokens_per_second.value if isinstance(m, MethodResult) else m.tokens_per_second, 0
+        "tokens/s": lambda m: or_void(
+            m,
+            format_number(
+                m.tokens_per_second.value if isinstance(m, MethodResult) else m.tokens_per_second, 0
+            ),
         ),
     },
     "positions": {

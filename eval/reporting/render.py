@@ -137,7 +137,7 @@ def headline_figures(report: EvalReport) -> list[tuple[str, str, str]]:
     for section in report.pooled_sections:
         if best := section.fastest:
             method = f"{best.name}, {section.setting}"
-            value, _, interval = format_estimate(best.speedup, 2, "×").partition(" ")
+            value, _, interval = format_estimate(best.valid_speedup, 2, "×").partition(" ")
             figures.append((value, f"speed-up {interval}", method))
             if len(figures) == 1:
                 tau = format_number(best.tau.value, 2)

@@ -1,11 +1,12 @@
 """The sentences at the head of a report: the fastest method, whether output is unchanged, which prompts failed."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from eval.reporting.formatting import format_estimate, format_number
+from eval.reporting.formatting import format_estimate, format_number, format_speedup
 from eval.reporting.tables import format_identical, pooled_by_name
-from eval.results.report import PLAIN, EngineResult, EvalReport, unique_names
+from eval.results.report import LEAST_PROMPTS, PLAIN, EngineResult, EvalReport, unique_names
 
 
 def summary_lines(report: EvalReport) -> list[str]:
@@ -19,7 +20,8 @@ def summary_lines(report: EvalReport) -> list[str]:
         distribution_verdict(report),
         *assisted_generation_lines(report),
         failed_prompts_line(report),
-        stalls_line(report),
+        dropped_turns_line(report),
+        void_line(report),
         simulated_methods_line(report),
         *other_targets_lines(report),
         missing_predictions_line(report),
@@ -45,13 +47,15 @@ def fastest_method_line(report: EvalReport) -> str:
     """The fastest method of the first section, and whether its interval lies above 1."""
     for section in report.sections[:1]:
         if best := section.fastest:
-            faster = best.speedup.ci is not None and best.speedup.ci[0] > 1
+            few = f"At least {LEAST_PROMPTS} prompts are needed for a verdict; the best here is"
             slow = "No method is clearly faster than plain decoding; the best is"
+            words = {"faster": "Fastest:", "few prompts": few}
             return (
-                f"{'Fastest:' if faster else slow} {best.name}, {format_estimate(best.speedup, 2, '×')} the speed of "
+                f"{words.get(best.verdict, slow)} {best.name}, {format_speedup(best)} the speed of "
                 f"plain decoding (n = {best.prompts}, {section.title})."
             )
-    return "No speed-up was measured."
+    voided = any(m.void for m in report.methods)
+    return "No speed-up counts: see the void ones below." if voided else "No speed-up was measured."
 
 
 def lossless_verdict(report: EvalReport) -> str:
@@ -130,7 +134,7 @@ def assisted_generation_lines(report: EvalReport, names: Sequence[str] | None = 
         + _explain_assisted_speedup(report, e, e.tau, e.gain.value)
         for e in report.engines
         if e.engine == "hf-assisted" and e.is_pooled
-        if e.tau is not None and e.gain.value is not None
+        if e.tau is not None and e.gain.value is not None and not e.void
         if names is None or e.name in names
     ]
 
@@ -160,17 +164,33 @@ def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, g
     return f"{text}."
 
 
-def stalls_line(report: EvalReport) -> str:
-    """How many turns were repeated and how many stalls taken off; empty if none were, and for older reports."""
-    repeated = {m.setting: m.repeated_turns for m in report.pooled}
-    counts = {
-        "turns in which a method stalled were repeated for all methods": sum(repeated.values()),
-        "answers had a stall taken off their seconds": sum(
-            m.stalled for _, m in pooled_by_name(report)
-        ),
-    }
-    found = "; ".join(f"{count} {what}" for what, count in counts.items() if count > 0)
-    return f"Stalls of the machine: {found}." if found else ""
+def dropped_turns_line(report: EvalReport) -> str:
+    """How many turns were measured again, and how many count for no method and why; empty if none did."""
+    of_setting = {m.setting: m for m in report.pooled}.values()
+    repeated, dropped = sum(m.repeated_turns for m in of_setting), Counter[str]()
+    for m in of_setting:
+        dropped.update(m.dropped_turns)
+    edited = sum(m.stalled for _, m in pooled_by_name(report))
+    if edited and not dropped:
+        return f"Measured by an earlier version, which took stalls off the seconds of {edited} answers."
+    if not (repeated or dropped):
+        return ""
+    why = ", ".join(f"{reason} {count}" for reason, count in dropped.most_common())
+    return (
+        f"Turns in which a method stalled or the machine was busy: {repeated} measured again for all methods, "
+        f"{dropped.total()} dropped for all{f' ({why})' * bool(why)}."
+    )
+
+
+def void_line(report: EvalReport) -> str:
+    """Which speed-ups say nothing, and why; empty if all do."""
+    reasons: dict[str, dict[str, None]] = {}
+    for name, m in pooled_by_name(report):
+        if m.void:
+            reasons.setdefault(m.void, {})[name] = None
+    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    text = f"VOID, their seconds say nothing: {'; '.join(parts)}. Measure again on a quiet machine."
+    return text if parts else ""
 
 
 def simulated_methods_line(report: EvalReport) -> str:

@@ -17,7 +17,9 @@ from eval.reporting.formatting import (
     format_number,
     format_percent,
     format_positions,
+    format_speedup,
     format_value,
+    or_void,
 )
 from eval.results.report import (
     AlphaDifference,
@@ -55,13 +57,13 @@ COLUMNS: dict[str, Column] = {
     "method": format_method,
     "K": lambda m: format_number(m.k, 0),
     "n": lambda m: format_number(m.prompts, 0),
-    "speed-up": lambda m: format_estimate(m.speedup, 2, "×"),
+    "speed-up": format_speedup,
     "predicted": lambda m: format_number(m.predicted_speedup, 2, "×"),
     "τ": lambda m: format_estimate(m.tau, 2),
     "α": lambda m: format_estimate(m.alpha, 3),
     "acceptance_rate": lambda m: format_estimate(m.acceptance_rate, 3),
-    "tokens/s": lambda m: format_estimate(m.tokens_per_second, 1),
-    "ms/token": lambda m: format_number(m.ms_per_token, 2),
+    "tokens/s": lambda m: or_void(m, format_estimate(m.tokens_per_second, 1)),
+    "ms/token": lambda m: or_void(m, format_number(m.ms_per_token, 2)),
     "first token ms": lambda m: format_number((m.latency_ms or LatencyMs()).first_token, 1),
     "identical": format_identical,
 }
@@ -69,7 +71,7 @@ COLUMNS: dict[str, Column] = {
 NARROW_COLUMNS: dict[str, Column] = COLUMNS | {
     "τ": lambda m: format_number(m.tau.value, 2),
     "α": lambda m: format_number(m.alpha.value, 3),
-    "tok/s": lambda m: format_number(m.tokens_per_second.value, 0),
+    "tok/s": lambda m: or_void(m, format_number(m.tokens_per_second.value, 0)),
     "pred.": lambda m: format_number(m.predicted_speedup, 2),
 }
 """The same where there is no room for all intervals."""
@@ -183,9 +185,9 @@ def _engine_table(engines: Sequence[EngineResult]) -> Table:
         "n": lambda e: format_number(e.prompts, 0),
         "τ": lambda e: format_number(e.tau, 2),
         "α by position": lambda e: format_positions(e.alpha_by_position or []),
-        "tokens/s": lambda e: format_number(e.tokens_per_second, 1),
-        "× our plain": lambda e: format_estimate(e.speedup, 2, "×"),
-        "× itself undrafted": lambda e: format_estimate(e.gain, 2, "×"),
+        "tokens/s": lambda e: or_void(e, format_number(e.tokens_per_second, 1)),
+        "× our plain": format_speedup,
+        "× itself undrafted": lambda e: or_void(e, format_estimate(e.gain, 2, "×")),
         "timed": lambda e: "in turn with ours" if e.in_turn else "apart, after ours",
         "texts as ours": lambda e: (
             NOT_MEASURED if e.same_as_ours is None else f"{e.same_as_ours}/{e.prompts}"

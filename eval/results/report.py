@@ -1,12 +1,13 @@
 """report.json of eval/run.py (schema 1) as types: what was measured, and its entries by task and setting."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
@@ -31,7 +32,7 @@ from decode.common.typed_json import (
     from_json,
 )
 from decode.engine.records import DecodeRecord
-from eval.metrics.acceptance import Acceptance, as_measured, seconds_per_token, speedup
+from eval.metrics.acceptance import Acceptance, seconds_per_token, speedup, timed_places
 from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, mean_of_ratios, ratio_or_none
 from eval.metrics.latency import DecodeThroughput, LatencyMs, Throughput, prefill_and_decode
 from eval.metrics.roofline import ModelSize, read_model_size
@@ -39,6 +40,8 @@ from eval.metrics.roofline import ModelSize, read_model_size
 T = TypeVar("T", bound="Measured")
 SCHEMA = 1
 PLAIN = "plain"
+LEAST_PROMPTS = 12
+"""A verdict on fewer prompts would be one on their luck."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,29 @@ class Measured:
     temperature: float
     batch_size: int
     task: str
+    prompts: int
     speedup: Estimate
+    void: str
     failed: list[FailedPrompt]
 
     @property
     def setting(self) -> tuple[float, int]:
         return self.temperature, self.batch_size
+
+    @property
+    def valid_speedup(self) -> Estimate:
+        """The speed-up, without a value where the row is void: what every view and verdict takes."""
+        return Estimate() if self.void else self.speedup
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "unclear", "few prompts", "not measured"]:
+        """Than plain decoding: by an interval that lies above or below 1, on prompts enough."""
+        ci = self.valid_speedup.ci
+        if ci is None:
+            return "not measured"
+        if self.prompts < LEAST_PROMPTS:
+            return "few prompts"
+        return "faster" if ci[0] > 1 else "slower" if ci[1] < 1 else "unclear"
 
     @property
     def is_pooled(self) -> bool:
@@ -229,8 +249,10 @@ class MethodResult(Measured):
     tokens_per_second: Estimate
     ms_per_token: float | None
     speedup: Estimate  # against plain decoding of the same prompts
-    speedup_of_sums: float | None = None  # by the clock, with all stalls
-    stalled: int = 0  # prompts of whose seconds a stall was taken off (eval/metrics/stalls.py)
+    speedup_of_sums: float | None = None  # of all prompts, those of dropped turns too
+    stalled: int = 0  # prompts of dropped turns: their seconds count nowhere else
+    void: Sentence = ""
+    """Why its seconds say nothing; "" if they do. Every view shows its speed-up as void."""
     finish: dict[Word, int] | None = None
     tokens_after_eos: int = 0
     failed: list[FailedPrompt] = field(default_factory=list)
@@ -249,6 +271,8 @@ class MethodResult(Measured):
     phase_ms: PhaseMs | None
     lossless: GreedyVerdict | NotCompared
     repeated_turns: int = 0
+    dropped_turns: dict[Name, int] = field(default_factory=dict)
+    """Turns of its setting whose seconds count for no method, by reason."""
 
     @classmethod
     def measure(
@@ -262,9 +286,11 @@ class MethodResult(Measured):
         """From records with `k` positions, and plain decoding of (at least) the same prompts; `facts` are the fields
         that do not follow from them."""
         found = Acceptance.of(records, k)
-        length, rate = found.accept_length, seconds_per_token(records)
+        places, void = timed_places([r.untimed for r in records])
+        timed = [records[i] for i in places]
+        length, rate = found.accept_length, seconds_per_token(timed)
         seconds = rate.value
-        prefill, decode = prefill_and_decode(records)
+        prefill, decode = prefill_and_decode(timed)
         return cls(
             k=k,
             prompts=len(records),
@@ -286,19 +312,24 @@ class MethodResult(Measured):
                 accepted_by_position=found.accepted_at.sum(0).tolist(),
             ),
             mean_output_tokens=ratio_or_none(sum(r.output_tokens for r in records), len(records)),
-            latency_ms=LatencyMs.measure(records),
+            latency_ms=LatencyMs.measure(timed),
             prefill=prefill,
             decode=decode,
             tokens_per_second=Ratio(rate.denominators, rate.numerators).estimate(seed),
             ms_per_token=None if seconds is None else MS_PER_SECOND * seconds,
-            speedup=speedup(records, plain, seed),
-            speedup_of_sums=speedup(
-                [*map(as_measured, records)], [*map(as_measured, plain)], seed
-            ).value,
-            stalled=sum(r.measured_seconds > r.seconds for r in records),
+            speedup=speedup(timed, plain, seed),
+            speedup_of_sums=speedup(records, plain, seed).value,
+            stalled=sum(bool(r.untimed) for r in records),
+            void=void,
             finish=dict(sorted(Counter(r.finish_reason for r in records).items())),
             **facts,
         )
+
+    def __post_init__(self) -> None:
+        low = self.speedup.ci[0] if self.speedup.ci else 0.0
+        if not self.void and low > (self.tau.value or math.inf):
+            why = f"no method is faster than its {self.tau.value:.2f} tokens a round"
+            object.__setattr__(self, "void", why)
 
     @property
     def is_real_draft(self) -> bool:
@@ -349,6 +380,7 @@ class EngineResult(Measured):
     gain: Estimate = Estimate()  # against the same engine without a draft
     gain_of_sums: float | None = None
     stalled: int = 0
+    void: Sentence = ""
     same_as_ours: int | None = None
     failed: list[FailedPrompt] = field(default_factory=list)
     transformers: Version | None = None
@@ -455,7 +487,7 @@ class ReportSection:
 
     @property
     def real_drafts(self) -> list[MethodResult]:
-        return [m for m in self.entries if m.is_real_draft and m.speedup.value is not None]
+        return [m for m in self.entries if m.is_real_draft and m.valid_speedup.value is not None]
 
     @property
     def fastest(self) -> MethodResult | None:
@@ -549,7 +581,7 @@ def sections_of(entries: Sequence[MethodResult]) -> list[ReportSection]:
     for task in unique_names([m.task for m in entries]):
         of_task = [m for m in entries if m.task == task]
         for setting, own in by_setting(of_task).items():
-            own.sort(key=lambda m: (m.speedup.value is None, -(m.speedup.value or 0)))
+            own.sort(key=lambda m: (m.valid_speedup.value is None, -(m.valid_speedup.value or 0)))
             sections.append(ReportSection(task, setting_title(*setting), own))
     return sections
 

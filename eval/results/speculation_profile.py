@@ -125,7 +125,8 @@ def speculation_profile(
     """Of the report's entries, or of these; None if no real draft was measured."""
     measured = [m for m in (report.methods if entries is None else entries) if is_measured(m)]
     pooled = sorted(
-        (m for m in measured if m.is_pooled), key=lambda m: (m.temperature, -(m.speedup.value or 0))
+        (m for m in measured if m.is_pooled),
+        key=lambda m: (m.temperature, -(m.valid_speedup.value or 0)),
     )
     by_setting: dict[Any, list[MethodResult]] = {}
     for m in measured:

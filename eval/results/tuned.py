@@ -7,7 +7,7 @@ from typing import Annotated
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.provenance import Hardware
-from decode.common.published import Digest, Name, Private, Setting, Version, Word
+from decode.common.published import Digest, Name, Private, Sentence, Setting, Version, Word
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import Estimate, IntervalKey
 from eval.metrics.latency import Spread
@@ -43,6 +43,8 @@ class SweepCell:
     speedup: Annotated[Estimate, IntervalKey("ci")]
     speedup_of_sums: float | None = None
     tokens_per_second: float | None = None
+    void: Sentence = ""
+    """Why its seconds say nothing, so that it has no speed-up; "" if they do."""
     round_ms: RoundMs = RoundMs()
     token_ms: Spread = Spread()
 
@@ -129,6 +131,7 @@ class TunedReport:
     seed: int = 0
     bandwidth: float = 0.0  # bytes a second that the device reads
     repeated_turns: int = 0
+    dropped_turns: dict[Name, int] = field(default_factory=dict)  # by reason
     chosen: list[ChosenSetting]
     predictions: Predictions
     trees: list[TreeLength] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import escape_markdown, format_percent, table_markdown
-from eval.results.report import SCHEMA, TreeRecord
+from eval.results.report import SCHEMA, TreeRecord, setting_title
 from eval.results.tuned import PredictedCell, TreeLength, TunedReport
 from eval.settings.evaluation import TreeConfig, TuneConfig
 from eval.tasks import loading
@@ -91,6 +92,7 @@ def tune(
             ["bandwidth"], lambda: measure_bandwidth(context.target.runner.device)
         ),
         repeated_turns=sum(result.repeated_turns for _, result in done),
+        dropped_turns=dict(sum((Counter(x.dropped_turns) for _, x in done), Counter())),
         chosen=select_fastest_settings(done, s.seed),
         predictions=summarize_predictions(predictions),
         trees=trees,
@@ -102,7 +104,9 @@ def tune(
 
 def predict_speedups(s: TuneConfig, stage: SweepStage, result: TimingResult) -> list[PredictedCell]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
-    predictions = []
+    predictions: list[PredictedCell] = []
+    if result.void:
+        return predictions
     tasks = dict.fromkeys(record.task for record in result.records[PLAIN_DECODING])
     for name, layers in dict.fromkeys((m.name, m.layers) for m in result.records):
         for task in [ALL_TASKS, *tasks] if name != PLAIN_DECODING.name else []:
@@ -167,12 +171,19 @@ def write_eval_configs(
 def render_markdown(tuned: TunedReport) -> str:
     """tuned.md: the chosen settings, and the median error of predictions from the other half of the prompts."""
     error, counted = format_percent(tuned.predictions.median_error), tuned.predictions.counted
+    void = {
+        f"{c.stage}, {setting_title(c.temperature, c.batch_size)} ({c.void})": 0
+        for c in tuned.cells
+        if c.void
+    }
     parts = [
         f"# Tuned speculative decoding of {escape_markdown(tuned.target.name)}",
         table_markdown(tuned_table(tuned.chosen)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
         f"prompts at other draft lengths: {error} (n = {counted} that were measured closely enough).",
-        f"Turns that were repeated, since a setting stalled in them: {tuned.repeated_turns}.",
+        "Turns in which a setting stalled or the machine was busy: "
+        f"{tuned.repeated_turns} measured again, {sum(tuned.dropped_turns.values())} dropped.",
+        *([f"VOID, so without a speed-up: {', '.join(void)}."] if void else []),
     ]
     return "\n\n".join(parts) + "\n"
 

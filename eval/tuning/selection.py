@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decode.common.typed_json import Estimate
 from decode.engine.records import DecodeRecord
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingResult
-from eval.metrics.acceptance import Acceptance, as_measured
+from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs, Spread
 from eval.metrics.speedup_model import (
@@ -56,10 +57,7 @@ def measured_fields(setting: Method, own: RecordsBySetting, seed: int) -> dict[s
         "tau": found.tau.value,
         "alpha": found.alpha.value,
         "speedup": round_speedup(plain, records, seed),
-        # by the clock, with what the machine stalled
-        "speedup_of_sums": pooled_round_speedup(
-            [*map(as_measured, plain)], [*map(as_measured, records)]
-        ),
+        "speedup_of_sums": pooled_round_speedup(plain, records),
     }
 
 
@@ -69,9 +67,12 @@ def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[Swee
     for task, own in records_by_task(result.records).items():
         for setting, records in own.items():
             latency, seconds = LatencyMs.measure(records), seconds_of_rounds(records).value
+            fields = measured_fields(setting, own, seed) | {"void": result.void}
+            if result.void:
+                fields["speedup"], seconds = Estimate(), None
             cells.append(
                 SweepCell(
-                    **measured_fields(setting, own, seed),
+                    **fields,
                     stage=stage.name,
                     temperature=stage.temperature,
                     batch_size=stage.batch_size,
@@ -137,9 +138,9 @@ def summarize_predictions(cells: Sequence[PredictedCell]) -> Predictions:
 def select_fastest_settings(
     stages: Sequence[tuple[SweepStage, TimingResult]], seed: int
 ) -> list[ChosenSetting]:
-    """The fastest setting of each method for each domain, temperature and batch size, over all stages."""
+    """The fastest setting of each method for each domain, temperature and batch size, over all stages but void ones."""
     places: dict[tuple[float, int], list[dict[str, dict[Method, list[DecodeRecord]]]]] = {}
-    for stage, result in stages:
+    for stage, result in [x for x in stages if not x[1].void]:
         own = places.setdefault((stage.temperature, stage.batch_size), [])
         own.append(records_by_task(result.records))
     chosen = []

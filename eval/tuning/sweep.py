@@ -10,8 +10,9 @@ from typing import Any
 from decode.common.journal import Journal
 from decode.engine.records import RoundRecord
 from decode.verification.tree import StaticTree, tree_from_paths
-from eval.benchmark.methods import Method
+from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import InterleavedTimer, TimingContext, TimingResult
+from eval.metrics.acceptance import timed_places
 from eval.tasks.loading import TaskPrompt
 
 RANK_ROWS = 8
@@ -43,11 +44,15 @@ def run_sweep(
 ) -> TimingResult:
     """Every setting of the stage on every full batch of prompts; settings that a draft cannot do are `refused`.
 
-    Records are those of `rounds_only` (eval/benchmark/turns.py).
+    Records are those of `rounds_only` (eval/benchmark/turns.py), without turns that were dropped; where these are too
+    many, all of them, and the stage is void.
     """
     sampling = context.sampling(stage.temperature)
     timer = InterleavedTimer(context, stage.settings, sampling, plain_twice=False, tolerant=False)
-    return timer.run(full_batches(context, stage.batch_size), journal, stage.key(), progress)
+    result = timer.run(full_batches(context, stage.batch_size), journal, stage.key(), progress)
+    places, result.void = timed_places([x.untimed for x in result.records[PLAIN_DECODING]])
+    result.records = {m: [own[i] for i in places] for m, own in result.records.items()}
+    return result
 
 
 def comb_tree(levels: int, width: int) -> StaticTree:

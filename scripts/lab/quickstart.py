@@ -19,7 +19,7 @@ if not __package__:
 
 from decode.common.files import write_atomically
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.reporting.formatting import format_estimate, format_number
+from eval.reporting.formatting import format_estimate, format_number, format_speedup
 
 if TYPE_CHECKING:
     from eval.results.report import EvalReport
@@ -89,11 +89,15 @@ def write_prompts(folder: Path) -> None:
 
 def seen(report: "EvalReport") -> str:
     """What was measured of the trained draft and of the one it began with, and whether that is more than chance."""
-    from eval.reporting.summary import lossless_verdict  # the prompts do without
+    # The prompts do without.
+    from eval.reporting.summary import fastest_method_line, lossless_verdict, void_line
+    from eval.results.report import LEAST_PROMPTS
 
     found = next(c for c in report.comparisons if c.task == ALL_TASKS)
     low, high = found.difference.ci or (0.0, 0.0)
-    if low > 0:
+    if found.prompts < LEAST_PROMPTS:
+        verdict = f"is of {found.prompts} prompts: no verdict on fewer than {LEAST_PROMPTS}"
+    elif low > 0:
         verdict = "lies above 0: this training has raised acceptance in this domain"
     elif high < 0:
         verdict = "lies below 0: this training has lowered acceptance in this domain"
@@ -106,12 +110,14 @@ def seen(report: "EvalReport") -> str:
     row = "{:17} {:24} {:4} {}".format
     lines = [row(f"on {after.prompts} prompts", "α [95 %]", "τ", "speed-up [95 %]")]
     for m in (before, after):
-        alpha, speedup = format_estimate(m.alpha, 3), format_estimate(m.speedup, 2, "×")
+        alpha, speedup = format_estimate(m.alpha, 3), format_speedup(m)
         lines.append(row(m.name, alpha, format_number(m.tau.value, 2), speedup))
     difference = format_estimate(found.difference, 3, signed=True)
     lines += [
         f"α of {found.a} minus {found.b} on {found.prompts} prompts, untimed, none trained on: {difference}",
         f"The interval {verdict}.",
+        fastest_method_line(report),
+        *filter(None, [void_line(report)]),
         lossless_verdict(report),
         "α: probability that a drafted token is accepted; τ: tokens a pass of the target; speed-up: of decoding.",
     ]

@@ -225,8 +225,9 @@ def test_numbers_follow_from_the_outputs(
                 sum(line[seconds] for line in side) / sum(len(line["output_ids"]) for line in side)
                 for side in (plain, own)
             )
-            assert entry[name] == pytest.approx(slow / fast)
-        assert entry["stalled"] == sum(x["measured_seconds"] > x["seconds"] for x in own)
+            if name == "speedup_of_sums" or not any(line["untimed"] for line in own):
+                assert entry[name] == pytest.approx(slow / fast)
+        assert entry["stalled"] == sum(bool(x["untimed"]) for x in own)
         assert entry["repeated_turns"] >= 0
     pooled = next(m for m in report["methods"] if (m["name"], m["task"]) == ("causal-base", "all"))
     assert (

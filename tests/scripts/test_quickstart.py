@@ -53,3 +53,22 @@ def test_a_gain_is_said_where_the_interval_shows_one(
     assert said in text
     assert "+0.012" in text
     assert len(text.splitlines()) <= 8
+
+
+def test_few_prompts_give_no_verdict() -> None:
+    """Catches "has raised acceptance" and "Fastest" from two prompts, and a void row with its figure."""
+    report = read_report(worlds.ROOT / "docs/results/quickstart_smollm2.json")
+    few = replace(
+        report,
+        comparisons=[replace(c, prompts=2) for c in report.comparisons],
+        methods=[replace(m, prompts=2) for m in report.methods],
+    )
+    text = quickstart.seen(few)
+    assert "The interval is of 2 prompts: no verdict on fewer than 12." in text
+    assert "At least 12 prompts are needed for a verdict" in text
+    assert "Fastest" not in text
+    text = quickstart.seen(
+        replace(few, methods=[replace(m, void="memory was slow") for m in few.methods])
+    )
+    assert "VOID, their seconds say nothing" in text
+    assert "× [" not in text

@@ -5,6 +5,7 @@
     boundary.py       where each reply's mask begins and ends; rows that the template renders otherwise
     answers.py        truncated, short and looping answers, rows that training cuts; thinking, tools, several turns
     corpus.py         repeated prompts and those that are evaluated on; scripts, code, lengths; vocabulary coverage
+    lookup.py         how far answers copy: the τ of an n-gram on them
     examination.py    one pass over sampled sets, or over prompts, with all checks
     rendering.py      samples with their mask and all findings, for a terminal and as an HTML page of the same
     report.py         what train/doctor.py does: samples and findings for a reader, the same as JSON

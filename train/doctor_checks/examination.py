@@ -32,6 +32,7 @@ from train.doctor_checks.answers import AnswerCheck, FeatureCheck, check_sources
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
+from train.doctor_checks.lookup import LookupCheck
 from train.doctor_checks.rows import SeenRow, prompt_row
 from train.settings.data import DoctorConfig
 
@@ -97,6 +98,7 @@ def examine_sets(
     overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
     features, mix = FeatureCheck(tally, template), MixCheck(tally)
     coverage = CoverageCheck(tally, size, reader.eos, s.vocabs)
+    lookup = LookupCheck(tally)
     check_template(tally, reader.tokenizer, template, reader.eos)
     tally.said["items"] = "rows"
     first: list[SeenRow] = []
@@ -105,20 +107,20 @@ def examine_sets(
         if not 0 <= min(row.ids, default=0) <= max(row.ids, default=0) < size:
             continue  # such ids have no text
         tally.looked.update(texts=1, chosen=row.chosen)
-        for check in (boundary, overlap, features, mix, coverage):
+        for check in (boundary, overlap, features, mix, coverage, lookup):
             check.add(row)
         if holds_rendered_text(marks, row):
             tally.said.setdefault("example", row.id)
             tally.add("text is rendered already", row)
         first += [row.kept()] if len(first) < s.show else []
-    for finished in (boundary, answers, overlap, features, coverage):
+    for finished in (boundary, answers, overlap, features, coverage, lookup):
         finished.finish()
     labels, looked = tally.labels, tally.looked
     facts: dict[str, str | int] = {
         "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered and tokenised again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
     }
-    facts |= features.facts() | mix.facts() | coverage.facts()
+    facts |= features.facts() | mix.facts() | coverage.facts() | lookup.facts()
     return _examination(s, tally, looked["rows"], facts, first)
 
 

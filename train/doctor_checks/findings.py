@@ -147,6 +147,9 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("nearly repeated prompts", COSTS_OR_NOTE, "different",
         "{share} of the prompts looked at share {alike} or more of their 5-word shingles with an earlier one",
         "--filters.near_duplicates {similarity:g}"),
+    FindingKind("answers copy their prompts", NOTE, "",
+        "answers copy their prompts (n-gram τ {ngram_tau:.2f}): a lookup may do",
+        "measure `ngram` with eval/run.py before training; a draft behind a lookup adds what is not copied"),
     # Chats
     FindingKind("thoughts without an end", COSTS_OR_NOTE, "replied",
         "{share} of the answers, with {token_share} of the supervised tokens, were cut while thinking: the draft "

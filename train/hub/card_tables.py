@@ -113,9 +113,9 @@ def card_images(
             caption = f"Acceptance by position, {one[0].name}, K = {shown}"
             add(f"acceptance-{name}", caption, svg, key)
         points = {
-            (f"{m.name}, K {m.k}", m.task): estimate_point(m.speedup)
+            (f"{m.name}, K {m.k}", m.task): estimate_point(m.valid_speedup)
             for m in entries
-            if m.speedup.value is not None
+            if m.valid_speedup.value is not None
         }
         if points:
             rows, label = unique_names([row for row, _ in points]), "× plain decoding (dashed)"
@@ -134,9 +134,9 @@ def slowdown_lines(own: Sequence[MethodResult]) -> list[str]:
     slow: dict[str, list[str]] = {}
     for setting, entries in by_setting(in_order(own)).items():
         for m in entries:
-            if m.speedup.ci is not None and m.speedup.ci[1] < 1:
+            if m.valid_speedup.ci is not None and m.valid_speedup.ci[1] < 1:
                 where = f"{m.name}, K = {m.k}, {setting_title(*setting)}"
-                case = f"{m.task} {format_number(m.speedup.value, 2, '×')}"
+                case = f"{m.task} {format_number(m.valid_speedup.value, 2, '×')}"
                 slow.setdefault(where, []).append(case)
     return [
         f"Slower than plain decoding as {where}: {', '.join(cases)}."

@@ -13,7 +13,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.reporting.formatting import format_estimate, format_value
+from eval.reporting.formatting import format_speedup, format_value
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.results.report import MethodResult, unique_names
 from eval.results.tuned import TunedChain
@@ -77,13 +77,15 @@ def headlines(facts: CardInputs) -> list[str]:
     if report is None:
         return ["Losslessness: not measured, no report was given.", "Speed-up: not measured."]
     lines = [lossless_verdict(replace(report, methods=facts.own))]
-    timed = pooled_or_all([m for m in facts.own if m.speedup.value is not None])
+    timed = pooled_or_all([m for m in facts.own if m.valid_speedup.value is not None])
     if len(timed) == 0:
         return [*lines, "Speed-up: not measured."]
     where = format_value(report.hardware.device)
-    for m in sorted(timed, key=lambda m: (*m.setting, -(m.speedup.value or 0))):
+    for m in sorted(timed, key=lambda m: (*m.setting, -(m.valid_speedup.value or 0))):
         lines.append(
-            f"{format_estimate(m.speedup, 2, '×')} the speed of plain decoding "
+            "Too few prompts for a verdict: "
+            * (m.verdict == "few prompts")
+            + f"{format_speedup(m)} the speed of plain decoding "
             f"({m.name}, K = {m.k}, {'' if m.is_pooled else m.task + ', '}{m.setting_text}, "
             f"n = {m.prompts}, {where}, {m.mode}, {m.dtype}{', lossy' * m.lossy})."
         )
@@ -166,7 +168,7 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
         tasks = unique_names([m.task for m in facts.own])
         named = ", ".join(name for name in tasks if name != ALL_TASKS) or "the tasks above"
         lines.append(f"Acceptance was measured on {named}; on other text it differs.")
-        if any(m.speedup.value is not None for m in facts.own):
+        if any(m.valid_speedup.value is not None for m in facts.own):
             lines.append(
                 f"Speed-ups are of draftsmith's engine on {format_value(report.hardware.device)}; on other hardware "
                 "or in another engine they differ."

@@ -41,7 +41,7 @@ def render(
 ) -> ModelCard:
     """The card. `k_source` says where K comes from; the images must be saved as images/NAME beside it."""
     evidence = facts.evidence
-    timed = [m for m in facts.own if m.speedup.value is not None]
+    timed = [m for m in facts.own if m.valid_speedup.value is not None]
     images = card_images(facts.own, job.k, evidence.data_curve)
     fields = {
         "title": job.repo.rpartition("/")[2],
@@ -126,7 +126,7 @@ def metadata(
         for metric, label, value in (
             ("tau", "τ", m.tau),
             ("alpha", "α", m.alpha),
-            ("speedup", "speed-up", m.speedup),
+            ("speedup", "speed-up", m.valid_speedup),
         )
         if value.value is not None
     ]

@@ -47,10 +47,10 @@ def choose_k(
         measured = f"{speedup} in rounds, {where}, n = {cell.prompts}"
         return cell.k, f"the fastest of {tried} that eval/tune.py tried ({measured})"
     chains = [m for m in own if m.is_pooled and m.tree is None and not m.lossy]
-    chains = [m for m in chains if m.speedup.value is not None]
+    chains = [m for m in chains if m.valid_speedup.value is not None]
     if len(chains) > 0:
         setting, rivals = next(iter(by_setting(chains).items()))
-        best = max(rivals, key=lambda m: m.speedup.value or 0)
+        best = max(rivals, key=lambda m: m.valid_speedup.value or 0)
         ks = sorted({m.k for m in rivals})
         others = "the only one measured" if len(ks) == 1 else f"the fastest of {ks} measured"
         return best.k, f"{others}, at {setting_title(*setting)}"

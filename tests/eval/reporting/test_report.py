@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from decode.common.typed_json import from_json, to_json
-from eval.reporting import render, summary
+from eval.measuring import format_summary_line
+from eval.reporting import readme_table, render, summary
+from eval.reporting.advice import advice_markdown, advise
 from eval.reporting.tables import format_identical
 from eval.results.report import EvalReport, MethodResult
 from eval.results.tuned import TunedReport
@@ -268,20 +270,74 @@ def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         m["speedup_ci"] = [0.5, 2.5]
     assert summary.fastest_method_line(parsed(report)).startswith("No method is clearly faster")
+    for m in report["methods"]:
+        m |= {"speedup_ci": [1.8, 2.1], "prompts": 11}
+    few = "At least 12 prompts are needed for a verdict; the best here is eagle3, 1.92×"
+    assert summary.fastest_method_line(parsed(report)).startswith(few)
 
 
 def test_stalls_are_said(report: dict[str, Any]) -> None:
-    """Catches turns counted once for each method, prompts once for each task, and a line where nothing stalled."""
-    assert summary.stalls_line(parsed(report)) == ""
+    """Catches turns counted once for each method or task, and a line where nothing stalled."""
+    assert summary.dropped_turns_line(parsed(report)) == ""
     for m in report["methods"]:
-        m |= {"repeated_turns": 2, "stalled": 1 if m["name"] == "eagle3" else 0}
+        m |= {"repeated_turns": 2, "dropped_turns": {"a method stalled": 1}}
     temperatures = {m["temperature"] for m in report["methods"] if m["task"] == "all"}
+    n = len(temperatures)
     said = (
-        f"Stalls of the machine: {2 * len(temperatures)} turns in which a method stalled were repeated for all "
-        "methods; 1 answers had a stall taken off their seconds."
+        f"Turns in which a method stalled or the machine was busy: {2 * n} measured again for all methods, {n} "
+        f"dropped for all (a method stalled {n})."
     )
-    assert summary.stalls_line(parsed(report)) == said
+    assert summary.dropped_turns_line(parsed(report)) == said
     assert said in render.render_markdown(parsed(report))
+
+
+def test_a_void_row_is_shown_as_void_and_never_praised(report: dict[str, Any]) -> None:
+    """Catches a busy machine's 1.92 × in any view: text, page, terminal, README table, picture, advice, last line."""
+    assert "1.92×" in render.render_markdown(parsed(report))
+    why = "other processes had the CPUs (9 of 31 prompts)"
+    for m in report["methods"]:
+        m["void"] = why
+    report["settings"] = "{max_new_tokens: 64, dtype: float32, mode: eager}"
+    found = parsed(report)
+    console = Console(width=120, file=io.StringIO())
+    console.print(render.terminal_table(found))
+    views = {
+        "markdown": render.render_markdown(found),
+        "html": render.render_html(found),
+        "terminal": console.file.getvalue(),  # type: ignore[attr-defined]
+        "README": readme_table.render_table(found),
+        "advice": advice_markdown(advise(found), "x"),
+        "last line": format_summary_line(found, Path("out")),
+    }
+    assert {name: text for name, text in views.items() if "1.92" in text or "Fastest" in text} == {}
+    assert [name for name in views if "void" not in views[name].lower()] == []
+    (said,) = (x for x in views["markdown"].splitlines() if "VOID" in x)
+    assert "plain" in said
+    assert "eagle3" in said
+    assert why in said
+    assert why in views["html"]
+    assert json.loads(views["last line"])["best"]["0"]["speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("tau", "low", "void"),
+    [
+        (1.36, 1.85, True),
+        (1.36, 1.361, True),
+        (1.36, 1.36, False),
+        (1.93, 1.85, False),
+        (None, 9.0, False),
+    ],
+)
+def test_no_method_is_faster_than_its_tokens_a_round(
+    report: dict[str, Any], tau: float | None, low: float, void: bool
+) -> None:
+    """Catches "2.14 × [1.85, 2.40]" at τ 1.36, whatever the machine's counters say, in older reports too."""
+    m = next(m for m in report["methods"] if m["name"] == "eagle3" and m["task"] == "all")
+    m |= {"tau": tau, "speedup": 2.14, "speedup_ci": [low, 2.4], "void": ""}
+    found = next(x for x in parsed(report).pooled if x.name == "eagle3")
+    assert found.void == ("no method is faster than its 1.36 tokens a round" if void else "")
+    assert found.valid_speedup.value == (None if void else 2.14)
 
 
 def test_empty_report_renders(report: dict[str, Any]) -> None:
