@@ -1,6 +1,6 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
 from decode.common.settings import to_yaml
+from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
@@ -132,6 +133,12 @@ def evaluate(
             original, target, items, s.max_new_tokens, s.acceptance.rows, s.seed
         )
     of_tasks = [m for m in entries if m.domain is None]
+    engines, rivals = baselines.compare_engines(
+        s, target, methods, items,
+        {t: result.records for t, result in results.items()},
+        {t: result.answers for t, result in results.items()},
+        journal,
+    )  # fmt: skip
     report = EvalReport(
         schema=SCHEMA,
         target=target.describe(),
@@ -145,12 +152,8 @@ def evaluate(
         domains=[m for m in entries if m.domain is not None],
         gpu_utilisation=_gpu_utilisation(work),
         comparisons=_compare_acceptance(work),
-        engines=baselines.compare_engines(
-            s, target, methods, items,
-            {t: result.records[PLAIN_DECODING] for t, result in results.items()},
-            {t: result.answers for t, result in results.items()},
-            journal,
-        ),
+        engines=engines,
+        rivals=rivals,
         law=sampling_distribution.check_sampling_distribution(
             s, target, model, methods, items, journal
         ),
@@ -224,10 +227,15 @@ def _method_results(
         own_settings, measured = named.get(method.name), steps.get(method.label, {})
         path = own_settings.draft if own_settings else ""
         sha256 = draft_sha256(path) if path else None
-        mismatches = None
+        mismatches = leaves = None
         # Of a simulated draft, right output proves nothing about a method.
         if temperature == 0 and simulated_alpha(method) is None:
-            mismatches = _greedy_mismatches(work, method, result.records[method])
+            own_texts = result.records[method]
+            mismatches = _greedy_mismatches(work, method, own_texts, work.references)
+            if s.dtype in QUANTIZED_DTYPES:
+                texts = {(r.task, r.id): r.output_ids for r in plain}
+                leaves = mismatches
+                mismatches = _greedy_mismatches(work, method, own_texts, texts)
         rounds = with_batch_rounds(result.records[method])
         failed = [*work.undecodable, *result.failures[method]]
         failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
@@ -281,7 +289,7 @@ def _method_results(
                     phase_ms=PhaseMs(**phases) if phases else None,
                     lossless=NotCompared(None, len(own))
                     if mismatches is None
-                    else greedy_equivalence.greedy_verdict(items, mismatches),
+                    else greedy_equivalence.greedy_verdict(items, mismatches, leaves),
                 )
             )
     return found
@@ -319,11 +327,15 @@ def _gpu_utilisation(work: EvalContext) -> float | None:
 
 
 def _greedy_mismatches(
-    work: EvalContext, method: Method, records: Sequence[DecodeRecord]
+    work: EvalContext,
+    method: Method,
+    records: Sequence[DecodeRecord],
+    texts: Mapping[tuple[str, str], list[int]],
 ) -> list[greedy_equivalence.GreedyMismatch]:
-    """A difference is measured once for all methods of one K whose text has it: it takes up to half a minute."""
+    """Where the records leave these texts. A difference is measured once for all methods of one K whose text has it: it
+    takes up to half a minute."""
     prompts = {(item.task, item.id): item for item in work.items}
-    references = [work.references[r.task, r.id] for r in records]
+    references = [texts[r.task, r.id] for r in records]
     different = sum(r.output_ids != ids for r, ids in zip(records, references, strict=True))
     if different == 0:
         return []

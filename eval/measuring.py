@@ -47,7 +47,7 @@ def format_summary_line(report: EvalReport, out: Path) -> str:
     best = {}
     for m in sorted(report.pooled, key=lambda m: (m.temperature, m.valid_speedup.value or 0.0)):
         best[f"{m.temperature:g}"] = {
-            "name": m.name,
+            "name": None if m.void else m.name,
             "tau": m.tau.value,
             "alpha": m.alpha.value,
             "speedup": m.valid_speedup.value,

@@ -29,7 +29,7 @@ case $code in
   0)
     configs=configs/quickstart out=outputs/quickstart drafts=eagle3 published=eagle3
     answers="64 orders, as JSON" learns="the shipped EAGLE-3 head learns from them"
-    times=("1 min" "2 min" "2 to 3 min")
+    times=("1 min" "2 min" "3 to 5 min")
     labels="--labels.base_model HuggingFaceTB/SmolLM2-135M-Instruct --labels.license apache-2.0"
     pick_dtype
     fast="--dtype $dtype" train_fast="--target_dtype $dtype --mixed_precision $precision"

@@ -1,5 +1,5 @@
 """Writes the table of a report into the README, or into another page, between its two markers, and draws a picture of
-it.
+it. Prints the headline: each draft over plain decoding, and over the best arm of other engines.
 
 python scripts/readme_table.py --picture docs/images/speedups.svg
 python scripts/readme_table.py --layout positions --name families \
@@ -23,10 +23,13 @@ class ReadmeTableConfig:
     """A report.json of eval/run.py."""
     engines: list[str] = field(default_factory=list)
     """Further reports on the same prompts, whose other engines have rows too."""
+    requests: str = ""
+    """A file of the report's requests, from which the headline over other engines comes where the report is older than
+    its field `rivals`; empty: none."""
     name: str = "table"
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
-    """The file with that block."""
+    """The file with that block; empty: nothing is written."""
     layout: Literal["pooled", "positions"] = "pooled"
     """pooled: a row for each T and method, with pooled α and tokens/s; positions: α at each position and the draft's ms
     a round instead."""
@@ -35,10 +38,18 @@ class ReadmeTableConfig:
 
 
 def main(s: ReadmeTableConfig) -> None:
-    from eval.reporting.readme_table import write_table  # loads torch: --help does without
+    # --help does without: they load torch.
+    from eval.reporting.headline import headline_lines, rivals_of
+    from eval.reporting.readme_table import write_table
+    from eval.results.report import read_report
 
-    write_table(
-        Path(s.report), [*map(Path, s.engines)], s.name, Path(s.readme), s.layout, s.picture
+    if s.readme:
+        others = [*map(Path, s.engines)]
+        write_table(Path(s.report), others, s.name, Path(s.readme), s.layout, s.picture)
+    report = read_report(Path(s.report))
+    print(
+        *headline_lines(report, rivals_of(report, Path(s.requests) if s.requests else None)),
+        sep="\n",
     )
 
 

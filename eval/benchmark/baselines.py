@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from eval.benchmark import llamacpp_baseline
 from eval.benchmark.config import is_plain_chain, requested_engines, vllm_dtype
 from eval.benchmark.llamacpp_baseline import LlamaCppEngine
 from eval.benchmark.machine_load import MachineWatch, busy_reason, typical_probe
-from eval.benchmark.methods import PLAIN_DECODING, Method
+from eval.benchmark.methods import PLAIN_DECODING, Method, simulated_alpha
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import STALLED, Attempt, EngineAnswer, stalled_columns
 from eval.metrics.acceptance import timed_places
 from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
-from eval.results.report import EngineResult, FailedPrompt
+from eval.metrics.rivals import Arm, over_best_arm
+from eval.results.report import EngineResult, FailedPrompt, RivalSpeedup
 from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import StopMatcher, trim_at_stop
@@ -107,20 +109,22 @@ def compare_engines(
     target: Target,
     methods: Sequence[Method],
     items: Sequence[TaskPrompt],
-    plain: Mapping[float, Sequence[DecodeRecord]],
+    records: Mapping[float, Mapping[Method, Sequence[DecodeRecord]]],
     answers: Mapping[float, Mapping[str, Sequence[EngineAnswer]]],
     journal: Journal,
-) -> list[EngineResult]:
-    """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled.
+) -> tuple[list[EngineResult], list[RivalSpeedup]]:
+    """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled; and its
+    `rivals`.
 
-    By temperature: our `plain` records, and the `answers` of the engines that took turns; vLLM decodes now, unless the
+    By temperature: our `records`, and the `answers` of the engines that took turns; vLLM decodes now, unless the
     journal has its answers.
     """
     wanted = [(x, m) for x in requested_engines(s) for m in _supported_methods(x, methods, s)]
-    entries = []
+    entries: list[EngineResult] = []
+    rivals: list[RivalSpeedup] = []
     for temperature in s.temperatures:
         sampling = SamplingParams(temperature, s.top_k, s.top_p)
-        ours = {(r.task, r.id): r for r in plain[temperature]}
+        ours = {(r.task, r.id): r for r in records[temperature][PLAIN_DECODING]}
         apart: dict[str, Sequence[EngineAnswer]] = {}
         for engine, method in wanted:
             if engine == "vllm":
@@ -135,7 +139,45 @@ def compare_engines(
                 s, engine, method, temperature, items, by_label[engine_label(engine, method)],
                 base if method else None, ours,
             )  # fmt: skip
-    return entries
+        if s.batch_size == 1 and wanted:
+            arms = {
+                e: {x: by_label[engine_label(e, x)] for y, x in wanted if y == e} for e, _ in wanted
+            }
+            rivals += _rival_speedups(s, temperature, items, records[temperature], arms)
+    return entries, rivals
+
+
+def _rival_speedups(
+    s: EvalConfig,
+    temperature: float,
+    items: Sequence[TaskPrompt],
+    records: Mapping[Method, Sequence[DecodeRecord]],
+    answers: Mapping[str, Mapping[Method | None, Sequence[EngineAnswer]]],
+) -> list[RivalSpeedup]:
+    """Of each method that is not void over the best arm of each engine, transformers' three being one; by task."""
+    arms: dict[str, dict[str, Arm]] = {}
+    for engine, by_method in answers.items():
+        for method, own in by_method.items():
+            label = engine_label(engine, method)
+            arms.setdefault(UNASSISTED_ENGINE.get(engine, engine), {})[label] = {
+                (item.task, item.id): (x["seconds"], len(x["ids"]))
+                for item, x in zip(items, own, strict=True)
+                if "error" not in x and not x.get("untimed")
+            }
+    found = []
+    for method, decoded in records.items():
+        void = timed_places([r.untimed for r in decoded])[1]
+        if method == PLAIN_DECODING or void or simulated_alpha(method) is not None:
+            continue
+        timed = {(r.task, r.id): (r.seconds, r.output_tokens) for r in decoded if not r.untimed}
+        for (engine, rival), task in product(arms.items(), [ALL_TASKS, *(x.name for x in s.tasks)]):
+            shared = {key: x for key, x in timed.items() if task in (ALL_TASKS, key[0])}
+            arm, prompts, speedup = over_best_arm(shared, rival, s.seed)
+            if arm:
+                found.append(
+                    RivalSpeedup(method.name, engine, arm, task, temperature, prompts, speedup)
+                )
+    return found
 
 
 def _judge_apart(
@@ -256,7 +298,10 @@ def _engine_entries(
             for i, r in zip(done, plain, strict=True)
             if s.batch_size == 1  # a batch's seconds are not those of one prompt
         }
-        speedup, gain = (_paired_speedup(x, timed, s.seed) for x in (alone, pairs))
+        speedup = _paired_speedup(alone, timed, s.seed)
+        gain = _paired_speedup(
+            pairs, [i for i in timed if void or not (base and base[i].get("untimed"))], s.seed
+        )
         same = [answer["ids"] == r.output_ids for answer, r in zip(own, plain, strict=True)]
         entries.append(
             EngineResult(
@@ -315,7 +360,7 @@ def _paired_speedup(
         return slow, fast
 
     slow, fast = (x.value for x in rates(pairs))
-    own = rates([i for i in pairs if i in timed and not pairs[i][0].get("untimed")])
+    own = rates([i for i in pairs if i in timed])
     return paired_ratio(*own, seed), None if slow is None or not fast else slow / fast
 
 

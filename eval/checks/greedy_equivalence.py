@@ -1,5 +1,9 @@
 """Checks that greedy output equals that of transformers' `generate`, which shares no code with this decoder.
 
+Of a target whose weights were rounded here (w8a8, w4a8, int8, int4), lossless means that the text is that of our own
+plain decoding with the same weights: transformers' passes round their products otherwise. How many texts leave
+transformers' is said beside it, with the same gaps.
+
 A forward pass over one token and a pass over several sum in different orders, so two logits that are almost equal may
 swap: rarely in fp32, often in bf16. Only the first difference of an output is judged, by the two tokens that differ.
 Their gap, the reference's logit minus the output's, is computed in the next wider floating-point type, and in the
@@ -170,9 +174,12 @@ def find_mismatches(
 
 
 def greedy_verdict(
-    items: Sequence[TaskPrompt], mismatches: Sequence[GreedyMismatch]
+    items: Sequence[TaskPrompt],
+    mismatches: Sequence[GreedyMismatch],
+    leaves: Sequence[GreedyMismatch] | None = None,
 ) -> GreedyVerdict | NotCompared:
-    """The verdict on these prompts; `mismatches` may hold others too."""
+    """The verdict on these prompts; `mismatches` may hold others too. With `leaves`, the reference is plain decoding,
+    and these are the differences from transformers' text."""
     if not items:
         return NotCompared(None, 0)
     own = {(item.task, item.id) for item in items}
@@ -189,4 +196,6 @@ def greedy_verdict(
         tied=share * len(ties),
         failed=share * len(failures),
         noise=max((m.noise for m in found if m.noise is not None), default=None),
+        reference="transformers" if leaves is None else "plain",
+        leaves=[m for m in leaves or () if (m.task, m.id) in own],
     )

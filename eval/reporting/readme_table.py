@@ -21,6 +21,7 @@ from eval.reporting.formatting import (
     or_void,
 )
 from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
+from eval.reporting.summary import leaving_text
 from eval.reporting.tables import COLUMNS, Column
 from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
 
@@ -154,14 +155,21 @@ def comparison_text(report: EvalReport) -> str:
         for c in report.comparisons
         if c.task == ALL_TASKS
     ]
-    greedy = [m.greedy for m in report.pooled if m.greedy is not None and m.temperature == 0]
+    own = [m for m in report.pooled if m.greedy is not None and m.temperature == 0]
+    greedy = [m.greedy for m in own if m.greedy is not None]
     same = sum(x.identical for x in greedy)
     ties = sum(len(x.ties) for x in greedy)
     total = sum(x.prompts for x in greedy)
+    rounded = any(m.is_rounded for m in own)
+    whose = "plain decoding of the same weights" if rounded else "transformers' `generate`"
     parts.append(
-        f"greedy outputs equal to transformers' `generate`: {same} of {total} (ties {ties}, "
-        f"failures {total - same - ties})."
+        f"greedy outputs equal to {whose}: {same} of {total} (ties {ties}, failures {total - same - ties})."
     )
+    if rounded:
+        most = max(x.prompts for x in greedy)
+        parts[-1] += " " + leaving_text(
+            most, [x for m, x in zip(own, greedy, strict=True) if not m.is_plain]
+        )
     return "; ".join(parts)
 
 

@@ -47,7 +47,8 @@ DEFINITIONS = {
     "predicted": "the speed-up that follows from the milliseconds of prefill and rounds in a separate pass and from "
     "the acceptance on the other half of the prompts. No second of the measured requests enters it.",
     "K": "tokens drafted in a round; for a tree, its depth.",
-    "identical": "prompts whose greedy output equals that of transformers' own generate, token by token. A difference "
+    "identical": "prompts whose greedy output equals that of transformers' own generate, token by token; of a "
+    "target whose weights are rounded here (w8a8, w4a8, int8, int4) that of plain decoding. A difference "
     "is a tie only if rounding can swap these two tokens here: passes of different widths in the model's dtype are off "
     "by at least the gap of their logits in the next wider dtype. Any other difference is a failure.",
     "[low, high]": "95 % bootstrap interval over prompts, paired for speed-ups and differences. n is the number of "

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from eval.reporting.formatting import format_estimate, format_number, format_speedup
 from eval.reporting.tables import format_identical, pooled_by_name
-from eval.results.report import LEAST_PROMPTS, PLAIN, EngineResult, EvalReport, unique_names
+from eval.results.report import (
+    LEAST_PROMPTS,
+    PLAIN,
+    EngineResult,
+    EvalReport,
+    GreedyVerdict,
+    unique_names,
+)
 
 
 def summary_lines(report: EvalReport) -> list[str]:
@@ -59,30 +66,51 @@ def fastest_method_line(report: EvalReport) -> str:
 
 
 def lossless_verdict(report: EvalReport) -> str:
-    """Whether greedy output equals that of transformers' `generate`, and which methods use a lossy rule."""
+    """Whether greedy output is the reference's (`GreedyVerdict.reference`), and which methods use a lossy rule."""
     lossy = unique_names([m.name for m in report.methods if m.is_real_draft and m.lossy])
     checked = [m for m in report.methods if m.is_real_draft and not m.lossy]
     verdicts = [(m, m.greedy) for m in checked if m.lossless.greedy_identical is not None]
     broken = [m for m, _ in verdicts if not m.lossless.greedy_identical]
-    if not verdicts:
-        text = "Lossless: not checked."
-    elif broken:
-        cases = ", ".join(f"{m.name} on {m.task} {format_identical(m)}" for m in broken)
-        text = (
-            f"NOT identical to transformers' generate: {cases}. In fp32 this is a bug; in lower precision it can also "
-            "be a near-tie of two logits."
-        )
-    else:
+    text = "Lossless: not checked."
+    if verdicts:
+        rounded = verdicts[0][0].is_rounded
+        dtype = f" in {verdicts[0][0].dtype}"
         names = ", ".join(unique_names([m.name for m, _ in verdicts]))
         most = max(m.lossless.prompts for m, _ in verdicts)
-        rounding = report.target.rounding
-        of, with_it = (f" of the target{rounding}", " with it") if rounding else ("", "")
         ties = {(t.task, t.id, t.position) for _, v in verdicts if v is not None for t in v.ties}
-        text = (
-            f"Lossless: greedy output{of} equals transformers' own generate{with_it}, token by token "
-            f"({names}; n = {most}; ties of two logits: {len(ties)})."
+        whose = (
+            f"plain decoding of the same weights{dtype}"
+            if rounded
+            else "transformers' own generate"
         )
+        counted = f"({names}; n = {most}; ties of two logits: {len(ties)})"
+        if broken:
+            cases = ", ".join(f"{m.name} on {m.task} {format_identical(m)}" for m in broken)
+            text = f"NOT identical to {whose.replace(' own ', ' ')}: {cases}. " + (
+                f"In {'integers' if rounded else 'fp32'} this is a bug; in sums of lower precision it can also be a "
+                "near-tie of two logits."
+            )
+        else:
+            text = f"Lossless: greedy output equals {whose}, token by token {counted}."
+        if rounded:
+            text += f" {leaving_text(most, [v for _, v in verdicts if v is not None])}"
     return text + (f" Lossy by choice: {', '.join(lossy)}." if lossy else "")
+
+
+def leaving_text(prompts: int, verdicts: Sequence[GreedyVerdict]) -> str:
+    """How many texts leave transformers' generate, by which margins, and what an older report leaves unknown."""
+    leaves = {(x.task, x.id): x for v in verdicts for x in v.leaves}
+    if not leaves:
+        return "No text leaves that of transformers' generate with these weights."
+    gaps = sorted(abs(x.gap) for x in leaves.values() if x.gap is not None)
+    margins = f" at margins of {gaps[0]:.3f} to {gaps[-1]:.3f} between two logits" if gaps else ""
+    outside = sum(not x.tie for x in leaves.values())
+    until = verdicts[0].reference == "until"
+    text = (
+        "Beside it, transformers' generate with these weights, whose passes round otherwise: "
+        f"{len(leaves)} of {prompts} texts leave it{margins}, {outside} by more than its own passes differ."
+    )
+    return text + " Up to there they were compared with plain decoding." * until
 
 
 def distribution_verdict(report: EvalReport) -> str:

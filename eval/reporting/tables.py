@@ -28,6 +28,7 @@ from eval.results.report import (
     LawResult,
     MethodResult,
     ReportSection,
+    RivalSpeedup,
     TargetDrift,
     sections_of,
 )
@@ -36,8 +37,10 @@ Column = Callable[[MethodResult], str]  # the cell of an entry
 
 
 def format_method(m: MethodResult) -> str:
-    """The name, marked where the output is not the target's or the draft is not real."""
+    """The name, marked where the output is not the target's, the draft is not real or stands behind a lookup."""
+    lookup = m.lookup.name if m.lookup else ""
     marks = ["lossy"] * m.lossy + ["simulated"] * bool(m.simulated)
+    marks += [f"after {lookup}"] * (lookup not in m.name)
     return f"{m.name} ({', '.join(marks)})" if marks else m.name
 
 
@@ -112,6 +115,7 @@ def report_tables(report: EvalReport) -> list[Table]:
         *map(_phase_table, pooled),
         *_domain_tables(report),
         _engine_table([e for e in report.engines if e.is_pooled]),
+        _rival_table(report.rivals),
         _acceptance_difference_table([c for c in report.comparisons if c.task in by_task]),
         *([] if report.law is None else [_sampling_distribution_table(report.law)]),
         _answer_quality_table(methods),
@@ -196,6 +200,22 @@ def _engine_table(engines: Sequence[EngineResult]) -> Table:
     }
     rows = [[cell(e) for cell in columns.values()] for e in engines]
     return Table("Other engines on the same prompts", [*columns], rows)
+
+
+def _rival_table(rivals: Sequence[RivalSpeedup]) -> Table:
+    rows = [
+        [
+            f"{r.temperature:g}",
+            r.method,
+            r.arm,
+            r.task,
+            str(r.prompts),
+            format_estimate(r.speedup, 2, "×"),
+        ]
+        for r in rivals
+    ]
+    header = ["T", "method", "over the best arm", "task", "n", "speed-up"]
+    return Table("Over the best arm of other engines", header, rows, detail=True)
 
 
 def _sampling_distribution_table(law: LawResult) -> Table:

@@ -24,6 +24,7 @@ from decode.common.published import (
     Word,
 )
 from decode.common.target_record import ModelFingerprint, TargetRecord
+from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.common.typed_json import (
     Estimate,
     IntervalKey,
@@ -169,6 +170,11 @@ class GreedyVerdict(NotCompared):
     tied: float = 0.0
     failed: float = 0.0
     noise: float | None = None  # the largest of the differing prompts
+    reference: Word = "transformers"
+    """Whose text was compared: transformers' generate of a floating-point target; of one with rounded weights `plain`
+    decoding of the same weights here, or `until`: plain decoding's up to where both leave transformers' (older)."""
+    leaves: list[GreedyMismatch] = field(default_factory=list)
+    """Beside `plain`: the texts that leave transformers' generate, whose passes round otherwise, and where."""
 
 
 class Measured:
@@ -342,6 +348,11 @@ class MethodResult(Measured):
         return self.lookup is None and self.adaptive is None and self.mirror is None
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether the target's weights were rounded here, so that its text is that of our own plain decoding."""
+        return self.dtype in QUANTIZED_DTYPES
+
+    @property
     def greedy(self) -> GreedyVerdict | None:
         return self.lossless if isinstance(self.lossless, GreedyVerdict) else None
 
@@ -390,6 +401,19 @@ class EngineResult(Measured):
     """llama.cpp's GGUF file of the target, or the dtype in which that was written; vLLM's model and dtype."""
     alpha_by_position: Omitted[list[float | None]] = None
     """Of vLLM: rounds that accepted a position ÷ rounds that accepted all before it."""
+
+
+@dataclass(frozen=True)
+class RivalSpeedup:
+    """A method over another engine's best arm: that one's seconds per token ÷ ours, on the same prompts."""
+
+    method: Name
+    engine: Word
+    arm: Name
+    task: Name
+    temperature: float
+    prompts: int
+    speedup: Estimate
 
 
 @dataclass(frozen=True)
@@ -516,6 +540,7 @@ class EvalReport:
     gpu_utilisation: float | None = None  # percent, during plain decoding
     comparisons: list[AlphaDifference] = field(default_factory=list)
     engines: list[EngineResult] = field(default_factory=list)
+    rivals: list[RivalSpeedup] = field(default_factory=list)
     law: LawResult | None = None
     target_quality: Omitted[TargetDrift] = None
     settings: Private[str | None] = None
@@ -546,8 +571,37 @@ class EvalReport:
         return [m for m in self.methods if m.is_pooled]
 
     def of_draft(self, sha256: str | None) -> list[MethodResult]:
-        """The entries that measure the draft with this checksum alone."""
-        return [m for m in self.methods if m.draft_sha256 == sha256 and m.drafts_alone]
+        """The entries that measure the draft with this checksum: alone, or where none does, behind a lookup too."""
+        own = [m for m in self.methods if m.draft_sha256 == sha256]
+        return [m for m in own if m.drafts_alone] or [m for m in own if m.lookup]
+
+    def with_own_texts(self) -> "EvalReport":
+        """Of a report older than the comparison of rounded targets with plain decoding: with what it says of it."""
+        plain = {
+            (m.task, m.domain, m.batch_size): m for m in self.methods if m.is_plain and m.greedy
+        }
+
+        def verdict(m: MethodResult) -> GreedyVerdict | NotCompared:
+            base, own = plain.get((m.task, m.domain, m.batch_size)), m.greedy
+            if own is None or own.reference != "transformers" or not m.is_rounded:
+                return m.lossless
+            found = [*own.ties, *own.failures]
+            places = {(x.task, x.id): x for x in found}
+            others = [*base.greedy.ties, *base.greedy.failures] if base and base.greedy else []
+            theirs = {(x.task, x.id): x for x in others}
+            apart = [
+                places.get(key) or theirs[key]
+                for key in {**places, **theirs}
+                if (places.get(key) and (places[key].position, places[key].gap))
+                != (theirs.get(key) and (theirs[key].position, theirs[key].gap))
+            ]
+            return replace(
+                own, greedy_identical=not apart, identical=own.prompts - len(apart), ties=[], failures=apart,
+                exact=1 - len(apart) / own.prompts, tied=0.0, failed=len(apart) / own.prompts,
+                reference="until", leaves=found,
+            )  # fmt: skip
+
+        return replace(self, methods=[replace(m, lossless=verdict(m)) for m in self.methods])
 
     def with_models(self) -> "EvalReport":
         """With the sizes of models that are on this disk."""
@@ -560,7 +614,8 @@ class EvalReport:
 
 def read_report(path: Path) -> EvalReport:
     """UserError for another file than a report of schema 1."""
-    return read_measurements(EvalReport, path, "a report of eval/run.py").with_models()
+    report: EvalReport = read_measurements(EvalReport, path, "a report of eval/run.py")
+    return report.with_own_texts().with_models()
 
 
 def read_measurements(kind: Any, path: Path, what: str) -> Any:

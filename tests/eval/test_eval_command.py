@@ -257,6 +257,19 @@ def test_greedy_outputs_are_those_of_generate(
             assert line["prompt_ids"] + line["output_ids"] == own[0].tolist()
 
 
+@pytest.mark.slow
+def test_a_rounded_target_is_compared_with_plain_decoding(
+    evaluate: Callable[..., Done], tmp_path: Path
+) -> None:
+    """Catches transformers' text as the measure of w8a8, whose products it rounds otherwise."""
+    evaluate("--dtype", "w8a8", "--methods", "[{name: ngram, k: 2}]").ok()
+    found = json.loads((tmp_path / "out/report.json").read_text())
+    for m in found["methods"]:
+        verdict = m["lossless"]
+        assert (verdict["reference"], verdict["greedy_identical"]) == ("plain", True)
+        assert verdict["identical"] == verdict["prompts"] == m["prompts"]
+
+
 def test_the_last_line_is_json(evaluated: tuple[Path, Done]) -> None:
     """Bug: a script that reads the last line of stdout meets a table or a progress bar."""
     out, done = evaluated

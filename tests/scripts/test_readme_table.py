@@ -9,8 +9,9 @@ import pytest
 from decode.common.errors import UserError
 from decode.common.typed_json import from_json
 from eval.reporting import readme_table
+from eval.reporting.headline import rivals_of
 from eval.results.report import EvalReport
-from tests import drafts
+from tests import drafts, worlds
 
 SETTINGS = "target: t\nmax_new_tokens: 96\ndtype: float32\nmode: eager\ntemperatures: [0.0]\n"
 
@@ -127,3 +128,90 @@ def test_the_picture_shows_the_rows_of_the_table() -> None:
     assert sorted(names, key=lambda name: svg.index(f">{name}<")) == names
     assert "● temperature 0" in svg
     assert "currentColor" not in svg
+
+
+def headline(*options: str) -> list[str]:
+    return worlds.call("scripts/readme_table.py", "--readme", "", *options).ok().out.splitlines()
+
+
+def test_a_command_prints_the_readme_s_headline() -> None:
+    """Catches a headline that no command prints, or one over another engine that hides the one over plain decoding."""
+    report = ("--report", "docs/results/coder.json")
+    lines = headline(*report, "--requests", "docs/results/llamacpp_coder.json")
+    plain = next(
+        x
+        for x in lines
+        if x.startswith("0.5B + ngram over plain decoding (T = 0, n = 40): all 1.38×")
+    )
+    other = next(
+        x for x in lines if x.startswith("0.5B + ngram over the best arm of llama.cpp (n = 40)")
+    )
+    assert lines.index(plain) < lines.index(other)
+    readme = (worlds.ROOT / "README.md").read_text()
+    for figure in ("1.38× [1.26, 1.51]", "1.01× [0.91, 1.11]"):
+        assert figure in plain
+        assert figure in readme
+    for figure in (
+        "1.51× [1.39, 1.64]",
+        "1.72× [1.62, 1.81]",
+        "1.57× [1.51, 1.64]",
+        "1.14× [1.04, 1.25]",
+    ):
+        assert figure in other
+        assert figure in readme
+    (line,) = (
+        x for x in headline("--report", "docs/results/coder_t1.json") if x.startswith("0.5B")
+    )
+    assert "(T = 1, n = 40): all 1.22× [1.12, 1.33]" in line
+    assert "1.22× [1.12, 1.33]" in readme
+    assert not [x for x in headline(*report) if "best arm" in x]
+
+
+REQUESTS = [
+    {"task": "t", "id": str(i), "arm": arm, "tokens": 10, "seconds": seconds}
+    for i in range(12)
+    for arm, seconds in {
+        "here plain": 3.0,
+        "here d": 2.0,
+        "e plain": 4.0 - i % 2,
+        "e ngram": 3.0 + i % 3,
+    }.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "arm", "value"),
+    [
+        ([], "e plain", 1.75),  # 3.5 seconds against 4 and our 2
+        (
+            [(x, "e ngram") for x in range(1, 12, 3)] + [(x, "e ngram") for x in range(2, 12, 3)],
+            "e ngram",
+            1.5,
+        ),
+        ([(x, "here d") for x in range(12)], "", None),
+        ([(x, "e plain") for x in range(0, 12, 2)], "e plain", 1.5),
+    ],
+)
+def test_the_best_arm_is_that_of_the_shared_prompts(
+    dropped: list[tuple[int, str]], arm: str, value: float | None, tmp_path: Path
+) -> None:
+    """Catches arms that are compared on other prompts than ours, or the slower arm taken for the best."""
+    kept = [x for x in REQUESTS if (int(str(x["id"])), x["arm"]) not in dropped]
+    (tmp_path / "q.json").write_text(json.dumps({"requests": kept}))
+    report = from_json(EvalReport, make_report(["t"]))
+    found = [r for r in rivals_of(report, tmp_path / "q.json") if r.task == "all"]
+    if value is None:
+        assert found == []
+    else:
+        assert [(r.method, r.engine, r.arm) for r in found] == [("d", "e", arm)]
+        assert found[0].speedup.value == pytest.approx(value)
+
+
+def test_requests_that_lack_a_field_are_refused_in_a_line(tmp_path: Path) -> None:
+    """Catches a traceback for a file of another kind."""
+    (tmp_path / "q.json").write_text(json.dumps({"requests": [{"task": "t"}]}))
+    said = worlds.call(
+        "scripts/readme_table.py", "--readme", "", "--report", "docs/results/coder.json",
+        "--requests", tmp_path / "q.json",
+    ).error()  # fmt: skip
+    assert "a request lacks 'seconds': give one with task, id, arm, tokens, seconds" in said

@@ -34,7 +34,9 @@ class Evidence:
         measured: dict[tuple[str, str], Collection[str | None]] = {}
         if self.report is not None:
             own: set[str | None] = {
-                m.draft_sha256 for m in self.report.methods if m.draft_sha256 and m.drafts_alone
+                m.draft_sha256
+                for m in self.report.methods
+                if m.draft_sha256 and (m.drafts_alone or m.lookup)
             }
             measured["the report measures drafts", "eval/run.py"] = own
         if self.referee is not None:
@@ -53,9 +55,10 @@ class Evidence:
         for m in self.report.of_draft(sha) if self.report else ():
             if not m.lossy and m.lossless.greedy_identical is False:
                 same = m.greedy and m.greedy.identical
+                whose = "those of plain decoding" if m.is_rounded else "transformers' own"
                 raise UserError(
                     f"{m.name} on {m.task} is not lossless: {same} of {m.lossless.prompts} greedy outputs equal "
-                    "transformers' own; a draft is published only if all are"
+                    f"{whose}; a draft is published only if all are"
                 )
         if self.referee is not None and self.referee.differ:
             raise UserError(

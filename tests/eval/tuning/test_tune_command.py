@@ -416,7 +416,9 @@ def test_command(tune: Callable[..., Done], world: World, tmp_path: Path) -> Non
     assert {c["k"] for c in tuned["predictions"]["cells"]} == {1, 2, 4}
     assert tuned["trees"][0]["predicted_tau"] >= 1
     assert tuned["bandwidth"] > 0
-    assert f"stalled in them: {tuned['repeated_turns']}." in (out / "tuned.md").read_text()
+    dropped = sum(tuned["dropped_turns"].values())
+    said = f"{tuned['repeated_turns']} measured again, {dropped} dropped."
+    assert said in (out / "tuned.md").read_text()
     assert tuned["drafts"] == {"causal-base": draft_sha256(str(world.draft))}
     assert json.loads(done.out.splitlines()[-1])["tuned"] == str(out / "tuned.json")
     assert len(list((out / "settings").iterdir())) == 6  # one temperature × two batch sizes × three
