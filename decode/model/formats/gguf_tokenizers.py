@@ -206,12 +206,11 @@ def build_tokenizer(vocabulary: Vocabulary) -> Any:
         backend = Tokenizer(
             models.BPE(v.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
         )
-        spaces = normalizers.Replace(" ", SPACE)
+        prefix = [normalizers.Prepend(SPACE)] if v.space_prefix else []
+        stripped = [decoders.Strip(content=" ", left=1)] if v.space_prefix else []
         parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        if v.space_prefix:
-            spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
-            parts.append(decoders.Strip(content=" ", left=1))
-        backend.normalizer, backend.decoder = spaces, decoders.Sequence(parts)
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+        backend.decoder = decoders.Sequence([*parts, *stripped])
     backend.add_tokens(
         [
             AddedToken(

@@ -99,7 +99,7 @@ def test_the_space_before_a_text_is_what_the_key_says(
         ("\t\t", "a\t\t\tb", ["<s>", "a", "\t\t", "<0x09>", "b"]),
     ],
 )
-def test_user_defined_tokens_are_found_as_they_are_spelled(
+def test_user_defined_tokens_stand_for_what_they_spell(
     spelled: str, text: str, wanted: list[str], tmp_path: Path
 ) -> None:
     """Catches bare spaces that are refused, that are another token, or that only a merge finds."""
