@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import gather_object, parse_flag_from_env
+from accelerate.utils import gather_object
 from rich.console import Console
 
 from decode.common import damage, provenance, run_dir
@@ -227,7 +227,7 @@ def answer(s: SampleConfig) -> None:
 
 def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
     """Answers the prompts, or goes on where an earlier start stopped."""
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    state = collective.join_processes()
     with ExitStack() as server:
         if s.engine == "vllm":
             url = ""

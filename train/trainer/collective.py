@@ -1,4 +1,4 @@
-"""Collectives over ranks: raising one rank's UserError on all, a value for all, an output folder."""
+"""Ranks and their collectives: joining them, raising one rank's UserError on all, a value for all, an output folder."""
 
 import contextlib
 import sys
@@ -8,16 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
 from decode.common import run_dir
 from decode.common.command import note_error
 from decode.common.errors import UserError
 from decode.common.run_dir import FolderSettings
+from decode.devices.choice import find_gpu
 
 
 class SingleRankError(UserError):
     """An error of one rank in the middle of a step: the other ranks cannot be notified, so the launcher ends them."""
+
+
+def join_processes() -> PartialState:
+    """Joins the processes that the launcher started. UserError for an NVIDIA GPU that torch cannot use, unless the
+    launcher was told to use the CPU."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    if not on_cpu:
+        find_gpu()
+    return PartialState(cpu=on_cpu)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed, str_to_bool
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, set_seed, str_to_bool
 from rich.console import Console
 
 from decode.common import files
@@ -248,7 +248,7 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     UserError for settings that cannot be trained, also by this parallelism, and for those that contradict the launcher.
     """
     with one_line_errors():
-        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        state = collective.join_processes()
     with collective.raise_on_all_ranks(state), one_line_errors():
         s = follow_launcher(s, state.num_processes, state.device.type)
     with one_line_errors():
