@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
 
 from decode.common import run_dir
 from decode.common.command import note_error
 from decode.common.errors import UserError
 from decode.common.run_dir import FolderSettings
 from decode.devices.choice import find_gpu
+from decode.distributed.tensor_parallel import LONGEST_SILENCE
 
 
 class SingleRankError(UserError):
@@ -22,12 +28,17 @@ class SingleRankError(UserError):
 
 
 def join_processes() -> PartialState:
-    """Joins the processes that the launcher started. UserError for an NVIDIA GPU that torch cannot use, unless the
-    launcher was told to use the CPU."""
+    """Joins the processes that the launcher started.
+
+    They wait for each other for days: each answers its own prompts, and one may end hours before another, where torch's
+    default is 10 minutes on GPUs. UserError for an NVIDIA GPU that torch cannot use, unless the launcher was told to
+    use the CPU.
+    """
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     if not on_cpu:
         find_gpu()
-    return PartialState(cpu=on_cpu)
+    patience = InitProcessGroupKwargs(timeout=LONGEST_SILENCE).to_kwargs()
+    return PartialState(cpu=on_cpu, **patience)
 
 
 @contextmanager
