@@ -1,6 +1,7 @@
 """Speculative decoding: text of a target model, produced faster with the help of a draft.
 
 - common: command lines, files, errors, progress
+- devices: the device that a command runs on
 - model: transformers models in fixed shapes
 - distributed: targets larger than one device
 - verification: sampling, token trees and acceptance rules
@@ -12,6 +13,6 @@
 - generate.py: the command that continues one prompt; continuation.py does it
 - build_wheel.py: what an install takes besides the packages, assets/ and configs/
 
-common <- model, verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
-<- distributed <- generate.py; nothing outside decode is imported.
+common <- devices <- model; common <- verification; model, verification <- constraints, checkpoints <- drafts <- engine
+<- generate.py, serving; model <- distributed <- generate.py; nothing outside decode is imported.
 """

@@ -17,6 +17,8 @@ if not __package__:
 
 import torch
 
+from decode.common.errors import UserError
+from decode.devices.choice import find_gpu
 from decode.model.linear import PackedLinear
 
 ACCELERATE = {"float32": "no", "bfloat16": "bf16"}
@@ -52,7 +54,7 @@ def fastest(ms: Mapping[str, Sequence[float]]) -> str:
 @torch.inference_mode()
 def main() -> None:
     name = "bfloat16"
-    if not torch.cuda.is_available():
+    if not find_gpu():
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         name = fastest(
             {key: [measure_ms(dtype, rows) for rows in ROWS] for key, dtype in dtypes.items()}
@@ -61,4 +63,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -29,12 +29,13 @@ PACKAGES = ("decode", "eval", "train", "scripts")
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "decode": {
         "common": set(),
-        "model": {"common"},
-        "distributed": {"common", "model"},
+        "devices": {"common"},
+        "model": {"common", "devices"},
+        "distributed": {"common", "devices", "model"},
         "verification": {"common"},
         "constraints": {"common", "model", "verification"},
         "checkpoints": {"common", "model"},
-        "drafts": {"common", "model", "verification", "constraints", "checkpoints"},
+        "drafts": {"common", "devices", "model", "verification", "constraints", "checkpoints"},
         "engine": {"common", "model", "verification", "constraints", "checkpoints", "drafts"},
         "serving": {"common", "model", "verification", "checkpoints", "drafts", "engine"},
     },

@@ -4,5 +4,5 @@
 - tensor_parallel: the model of which each process holds a slice of every layer
 - passes: the process that runs the command and tells the others what to compute, and what those others do
 
-tensor_parallel <- passes <- placement; of decode only common and model are imported.
+tensor_parallel <- passes <- placement; of decode only common, devices and model are imported.
 """

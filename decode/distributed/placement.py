@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from decode.common import damage, machine
 from decode.common.errors import UserError
 from decode.common.target_settings import QUANTIZED_DTYPES, PlacementConfig
+from decode.devices.choice import pick_device
 from decode.distributed.passes import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
@@ -145,7 +146,7 @@ def load_model(
         )
     check_placeable(loading.load_config(name, what, revision), f"{what} {name!r}", s.kind)
     if s.kind == "device_map":
-        place = partial(load_over_devices, s, loading.pick_device(device))
+        place = partial(load_over_devices, s, pick_device(device))
         return loading.load_model(name, what, device, dtype, revision, place=place)
     if LAUNCH.messages is None:
         raise UserError("placement.kind tensor_parallel: this command runs in one process only")
@@ -185,7 +186,7 @@ def load_over_devices(
     """(a causal LM with layers where there is room, transformers' loading information). UserError if there is none."""
     room = {name: int(gib * 2**30) for name, gib in s.max_gib.items()} or default_room(device)
     for name in room:
-        loading.pick_device(name)  # UserError for one that is not there
+        pick_device(name)  # UserError for one that is not there
     offload = s.offload_folder
     if not offload:
         offload = tempfile.mkdtemp(prefix="draftsmith-")

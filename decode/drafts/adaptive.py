@@ -170,6 +170,9 @@ class AdaptiveDraft(DraftWrapper):
         self.on_host = self.may_be_empty = True
         self.context = None  # its chains end at that of `inner`, where K counts as what was drafted
         self.plans_rounds = config.by == "acceptance" and not inner.on_host
+        self.fixed: int | None = (
+            None  # tokens of every row's chain while a warm-up runs each length
+        )
         self.limit: Tensor | None = None
         """[B] tokens of each row's chain in the running round at most, on the device; it stays where it is."""
         self.times: dict[int, RoundTimes] = {}
@@ -270,8 +273,8 @@ class AdaptiveDraft(DraftWrapper):
 
     def _wanted(self, k: int) -> list[int]:
         """Tokens that each row would draft at most, wherever its text is."""
-        if self.config.by == "confidence":
-            return [k] * len(self.rows)
+        if self.fixed is not None or self.config.by == "confidence":
+            return [k if self.fixed is None else self.fixed] * len(self.rows)
         if self.config.round_ms:
             trial, costs = None, extend_costs(self.config.round_ms, k)
         else:

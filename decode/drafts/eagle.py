@@ -53,7 +53,7 @@ class CachedHead(Draft):
         self.context = min(target.runner.context, net.max_positions)
         hidden = target.runner.config.hidden_size
         self.width = hidden * (len(net.aux_layers.layers) + net.aux_layers.final)
-        self.allocated_shape = 0, 0, 0
+        self.allocated_shape = 0, 0
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
@@ -62,23 +62,26 @@ class CachedHead(Draft):
         # A round commits at most its levels, forced tokens and the bonus token: so many slots are rewritten from the
         # target's states.
         count = max_depth(self.shape, request.k) + 1 + request.extra
-        shape = request.rows, request.size, count
+        rows, size = request.rows, request.size
         # Buffers of the same shape stay: CUDA graphs hold their addresses
-        if shape != self.allocated_shape:
-            layers = len(self.net.layers)
-            self.kv_cache = StaticKVCache(layers, request.rows, request.size, self.device)
-            self.state_buffer = HiddenStateBuffer(
-                request.rows, count, self.width, self.device, self.dtype
-            )
-            self.allocated_shape = shape
+        if (rows, size) != self.allocated_shape:
+            self.kv_cache = StaticKVCache(len(self.net.layers), rows, size, self.device)
+            self.allocated_shape = rows, size
+            self.state_buffers: dict[int, HiddenStateBuffer] = {}
+        if (
+            count not in self.state_buffers
+        ):  # methods of another K or tree take turns with one draft
+            buffer = HiddenStateBuffer(rows, count, self.width, self.device, self.dtype)
+            self.state_buffers[count] = buffer
+        self.state_buffer = self.state_buffers[count]
         self.unread = 1  # committed tokens at most that the KV cache lacks; of a prompt one
 
     def reserve(self, size: int) -> None:
-        rows, allocated, count = self.allocated_shape
+        rows, allocated = self.allocated_shape
         if allocated < size:
-            self.allocated_shape = 0, 0, 0  # if this fails, not all layers are enlarged
+            self.allocated_shape = 0, 0  # if this fails, not all layers are enlarged
             self.kv_cache.reserve(size)
-            self.allocated_shape = rows, size, count
+            self.allocated_shape = rows, size
 
     def kv_caches(self) -> list[StaticKVCache]:
         return [self.kv_cache]
@@ -92,7 +95,7 @@ class CachedHead(Draft):
     def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         """Reads what rounds have committed, without the LM head, as soon as the buffer of the target's states could not
         hold it together with what this round commits."""
-        if self.unread + k + 1 > self.allocated_shape[2]:
+        if self.unread + k + 1 > self.state_buffer.states.shape[1]:
             self._read_committed(history, length)
             self.unread = 0
         self.unread += k + 1

@@ -13,12 +13,13 @@ import torch
 from decode.checkpoints import importers
 from decode.checkpoints.draft_folder import check_saved_draft, check_target_weights, read_metadata
 from decode.common.errors import UserError
+from decode.devices.choice import pick_device
 from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
 from decode.drafts.base import Draft
 from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
 from decode.drafts.settings import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft
-from decode.model.loading import Target, find_dtype, pick_device
+from decode.model.loading import Target, find_dtype
 from decode.verification.tree import TreeShape
 
 LoadDraft = Callable[[str, Target, str, str], Draft]

@@ -110,6 +110,7 @@ class SpeculativeEngine:
         self.rounds_ahead = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.longest = k  # the largest `k` so far, for which the buffers of chains have room
+        self.least_rows = 0  # of CUDA graphs; empty ones stay where there are fewer prompts
         # by K and the tokens that a round drafts at most, all over `captured_buffers`
         self.graphs: dict[tuple[int, int], CudaGraphRunner] = {}
         self.captured_buffers: list[SlotMapping | Tensor] = []
@@ -213,6 +214,8 @@ class SpeculativeEngine:
         check_tokens(target, prompts, images)
         if rows is None or self.mode == "eager":  # compiled code is of a number of rows
             rows = min(rows or len(prompts), len(prompts))
+        if self.mode in CAPTURED:
+            rows = max(rows, self.least_rows)
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         if draft is not None:
             warn_of_short_draft(draft, max(limits))
@@ -274,14 +277,17 @@ class SpeculativeEngine:
     def num_slots(self, prompts: list[list[int]], max_new_tokens: int, rows: int) -> int:
         """Tokens that each of `rows` rows begins with room for with these prompts, the first ones in mode eager.
 
-        In other modes it is the longest row's limit, because compiled code is of one size.
+        In other modes it is the longest row's limit, because compiled code and CUDA graphs are of one size. Buffers of
+        graphs never shrink: those that the target has are taken, if they are of as many rows.
         """
         if self.mode == "eager":
             return self.slots_of_prompts(prompts, rows)
         limit = min(max(map(len, prompts)) + max_new_tokens, self.target.runner.context)
         size = limit + self.spare_slots()
         # A power of two: few different shapes, so that few are compiled.
-        return max(_bucket(rows), 1 << (size - 1).bit_length())
+        size = max(_bucket(rows), 1 << (size - 1).bit_length())
+        held_rows, held = self.target.runner.shape
+        return max(size, held) if self.mode in CAPTURED and held_rows == rows else size
 
     def slots_of_prompts(self, prompts: list[list[int]], rows: int) -> int:
         """Slots a row of KV buffers that grow, for these prompts and a round."""
@@ -398,7 +404,18 @@ class SpeculativeEngine:
             parts = [] if self.draft is None else self.draft.parts()
             keep_alive = [dict(vars(part)) for part in parts]
             self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
+            if self._may_skip(state):  # before any request comes that far
+                skip = partial(run, skip_draft=True)
+                self.graphs[config.k, 0] = CudaGraphRunner(skip, changed, keep_alive)
         return AsyncHostCopy(self.graphs[key]())
+
+    def _may_skip(self, state: BatchState) -> bool:
+        """Whether rows of these buffers can go beyond the draft's context, and no graph is of such a round yet."""
+        draft = self.draft
+        if draft is None or draft.context is None or (self.k, 0) in self.graphs:
+            return False
+        room = min(state.history.shape[1] - self.spare_slots(), self.target.runner.context)
+        return room > draft.context
 
     def _mark_dynamic_slots(self, history: Tensor) -> None:
         """Makes compiled code of any number of slots, and of tokens of the `history` [B, S], where it can be: also for

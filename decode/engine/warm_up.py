@@ -6,9 +6,10 @@ from itertools import islice
 
 from torch import Tensor
 
+from decode.drafts.adaptive import AdaptiveDraft
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.wrappers import DraftWrapper, TwoSourceDraft
-from decode.engine.engine import SpeculativeEngine
+from decode.engine.engine import CAPTURED, SpeculativeEngine
 from decode.verification.rules import NO_DRAFT
 
 ROUNDS = 3
@@ -20,9 +21,27 @@ def one_batch_per_shape(
     """Of the batches, each decoded at once, the first of each shape (rows, slots a row)."""
     shapes: dict[tuple[int, int], list[list[int]]] = {}
     for prompts in batches:
-        shape = len(prompts), engine.num_slots(prompts, max_new_tokens, len(prompts))
-        shapes.setdefault(shape, prompts)
+        rows = max(len(prompts), engine.least_rows)
+        shapes.setdefault((rows, engine.num_slots(prompts, max_new_tokens, rows)), prompts)
     return list(shapes.values())
+
+
+def share_buffers(
+    engines: Sequence[SpeculativeEngine],
+    batches: Sequence[list[list[int]]],
+    max_new_tokens: int,
+) -> None:
+    """Gives the target of these engines K/V buffers for whatever they decode of the batches, each decoded at once.
+
+    A CUDA graph is of its buffers: without this those of the engines would move as the engines take turns.
+    """
+    captured = [engine for engine in engines if engine.mode in CAPTURED]
+    if captured:
+        rows = max(map(len, batches))
+        slots = [e.num_slots(b, max_new_tokens, rows) for e in captured for b in batches]
+        captured[0].target.runner.allocate(rows, max(slots))
+    for engine in captured:
+        engine.least_rows = rows
 
 
 def run_first_rounds(
@@ -31,7 +50,8 @@ def run_first_rounds(
     """Prefill and a few rounds of decoding these prompts, in buffers for `max_new_tokens`.
 
     Where compiled code drops the columns of a chain without any draft (`drop_empty_columns`), rounds with and without
-    drafts have different shapes. Both run then, whatever the draft finds in these prompts.
+    drafts have different shapes. Both run then, whatever the draft finds in these prompts. Where a graph of rounds is
+    captured for each number of drafted tokens, all of them are.
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
@@ -42,9 +62,17 @@ def run_first_rounds(
             other.draft = ForcedDraft(draft, drafts)
             engines.append(other)
     for one in engines:
-        records = one.speculate(prompts, max_new_tokens=max_new_tokens)
-        for _ in islice(records, (1 + ROUNDS) * len(prompts)):
-            pass
+        _run_rounds(one, prompts, max_new_tokens)
+    if engine.mode in CAPTURED and isinstance(draft, AdaptiveDraft):
+        for draft.fixed in range(engine.k + 1):
+            _run_rounds(engine, prompts, max_new_tokens)
+        draft.fixed = None
+
+
+def _run_rounds(engine: SpeculativeEngine, prompts: list[list[int]], max_new_tokens: int) -> None:
+    records = engine.speculate(prompts, max_new_tokens=max_new_tokens)
+    for _ in islice(records, (1 + ROUNDS) * len(prompts)):
+        pass
 
 
 class ForcedDraft(DraftWrapper):

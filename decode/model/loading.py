@@ -31,6 +31,7 @@ from decode.common.files import find_bundled, read_json_object
 from decode.common.machine import return_freed_memory
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
+from decode.devices.choice import pick_device
 from decode.model.compatibility import check_sizes
 from decode.model.fingerprint import weights_fingerprint
 from decode.model.formats import tied_heads
@@ -558,21 +559,6 @@ def _read_generation_config(name: str, revision: str | None) -> GenerationConfig
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
-def pick_device(device: str) -> str:
-    """`device`, but for `auto`: cuda if there is a GPU, else cpu. UserError for one that this machine has not."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu": 1}
-    if accelerator is not None:
-        kinds[accelerator.type] = torch.accelerator.device_count()
-    names = [*kinds, *(f"{kind}:{i}" for kind, n in kinds.items() for i in range(n))]
-    if device not in names:
-        choices = ", ".join(["auto", *(name for name in names if name != "cpu:0")])
-        raise UserError(f"device {device!r} is not on this machine: choose among {choices}")
-    return device
 
 
 def find_dtype(name: str) -> torch.dtype:

@@ -6,10 +6,10 @@ from decode.common.errors import UserError
 from decode.common.ranges import MAX_DRAFT_LENGTH
 from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import is_constrained
+from decode.devices.choice import pick_device
 from decode.drafts.adaptive import AdaptiveConfig
 from decode.drafts.settings import SwiftConfig
 from decode.engine.engine import CAPTURED
-from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.dataset_specs import load_dataset_specs

@@ -21,7 +21,7 @@ from decode.constraints.grammar import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
-from decode.engine.warm_up import one_batch_per_shape, run_first_rounds
+from decode.engine.warm_up import one_batch_per_shape, run_first_rounds, share_buffers
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.machine_load import MachineWatch
@@ -196,17 +196,30 @@ class InterleavedTimer:
         return result
 
     def warm_up(self, batches: Sequence[Sequence[TaskPrompt]]) -> dict[str, str]:
-        """Builds every engine and runs the first rounds of each shape. {label: message} of the refused methods."""
-        refused = {}
-        for method in self.methods:
-            try:
-                self.engines[method] = self.context.build_engine(method, self.sampling)
-                arguments = self.engines[method], method, batches, self.context.max_new_tokens
-                run_every_shape(*arguments, self.tolerant)
-            except UserError as error:
-                if self.tolerant or method == PLAIN_DECODING:
-                    raise
-                refused[method.label] = str(error)
+        """Builds every engine, gives all of them the same buffers and runs the first rounds of each shape.
+
+        {label: message} of the refused methods.
+        """
+        context, refused = self.context, dict[str, str]()
+
+        def build(method: Method) -> None:
+            self.engines[method] = context.build_engine(method, self.sampling)
+
+        def run(method: Method) -> None:
+            engine = self.engines[method]
+            run_every_shape(engine, method, batches, context.max_new_tokens, self.tolerant)
+
+        for step in (build, run):
+            for method in (m for m in self.methods if m.label not in refused):
+                try:
+                    step(method)
+                except UserError as error:
+                    if self.tolerant or method == PLAIN_DECODING:
+                        raise
+                    refused[method.label] = str(error)
+            if step is build:
+                prompts = [[item.prompt_ids for item in batch] for batch in batches]
+                share_buffers([*self.engines.values()], prompts, context.max_new_tokens)
         for answer in self.others.values():
             answer(batches[0][0])
         return refused

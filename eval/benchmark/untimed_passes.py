@@ -15,6 +15,7 @@ from decode.drafts.mirror import MirrorDraft, OverlapCounts
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
+from decode.engine.warm_up import share_buffers
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
@@ -58,6 +59,8 @@ def measure_steps(
     engines = {m: context.build_engine(m, sampling) for m in methods}
     phases = {m: PhaseTimes() for m in methods}
     records: dict[Method, list[DecodeRecord]] = {m: [] for m in methods}
+    prompts = [[item.prompt_ids for item in batch] for batch in batches]
+    share_buffers([*engines.values()], prompts, context.max_new_tokens)
     for method in methods:
         run_every_shape(engines[method], method, batches, context.max_new_tokens, tolerant=True)
         if isinstance(method.draft, MirrorDraft):

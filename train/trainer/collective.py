@@ -1,4 +1,4 @@
-"""The processes of a launch and collectives over them: UserErrors on all, a value for all, an output folder."""
+"""Ranks and their collectives: joining them, raising one rank's UserError on all, a value for all, an output folder."""
 
 import contextlib
 import os
@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
 
 from decode.common import machine, run_dir
 from decode.common.command import note_error
 from decode.common.errors import UserError, one_line
 from decode.common.run_dir import FolderSettings
+from decode.devices.choice import find_gpu
+from decode.distributed.tensor_parallel import LONGEST_SILENCE
 
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """Variables by which torchrun and MPI number their processes."""
@@ -37,18 +44,26 @@ def one_line_errors() -> Iterator[None]:
 
 
 def join_processes() -> PartialState:
-    """This process among those that were started together, which form a group on CPUs too. UserError if they do not:
-    each would believe that it is alone."""
+    """This process among those that were started together, which form a group on CPUs too.
+
+    They wait for each other for days: each answers its own prompts, and one may end hours before another, where torch's
+    default is 10 minutes on GPUs. UserError if they form no group, since each would believe that it is alone, and for
+    an NVIDIA GPU that torch cannot use, unless the launcher was told to use the CPU.
+    """
     size = machine.process_count()
     if size > 1 and not any(os.environ.get(name) for name in RANKS):
         raise UserError(
             f"WORLD_SIZE is {size}, and no variable says which of the processes this one is: start it with accelerate "
             "launch or torchrun, or unset WORLD_SIZE"
         )
-    # Accelerate forms none on CPUs unless it is told to.
-    on_cpu = size > 1 and not torch.accelerator.is_available()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    if not on_cpu:
+        find_gpu()
+        # Accelerate forms no group on CPUs unless it is told to.
+        on_cpu = size > 1 and not torch.accelerator.is_available()
+    patience = InitProcessGroupKwargs(timeout=LONGEST_SILENCE).to_kwargs()
     with one_line_errors():
-        state = PartialState(cpu=on_cpu or parse_flag_from_env("ACCELERATE_USE_CPU"))
+        state = PartialState(cpu=on_cpu, **patience)
     if state.num_processes != size:
         raise UserError(
             f"{size} processes were started, and they form a group of {state.num_processes}: start them with "

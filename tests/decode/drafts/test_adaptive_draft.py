@@ -250,7 +250,7 @@ def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
 
 def skipped_too_long(self: CachedHead, history: Tensor, length: Tensor, k: int) -> None:
     """Reads one round too late."""
-    if self.unread + k > self.allocated_shape[2]:
+    if self.unread + k > self.state_buffer.states.shape[1]:
         self._read_committed(history, length)
         self.unread = 0
     self.unread += k + 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.devices.choice import pick_device
 from decode.drafts.registry import load_draft
 from decode.model.loading import (
     end_ids,
@@ -20,7 +21,6 @@ from decode.model.loading import (
     load_model,
     load_target,
     load_tokenizer,
-    pick_device,
 )
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
