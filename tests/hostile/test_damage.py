@@ -168,6 +168,7 @@ DRAFTS: list[tuple[str, Prepare, str]] = [
     ("causal", edit_json("causal/draftsmith.json", tokenizer_hash="0000000000000000"), "tokenizer"),
     ("causal", write("causal/draft_vocab.json", '{"ids": [9, 3]}', "ids that fall"), "draft_vocab.json"),
     ("causal", write("causal/draft_vocab.json", '{"ids": [3, 99999]}', "ids too high"), "draft_vocab.json"),
+    ("causal", edit_json("causal/config.json", num_hidden_layers=1), "not part of the LlamaForCausalLM"),
     ("eagle3", truncate("eagle3/model.safetensors"), "eagle3"),
     ("eagle3", change_tensors("eagle3/model.safetensors", without_first, "without one"), "eagle3"),
     ("eagle3", change_tensors("eagle3/model.safetensors", narrower, "narrower"), "eagle3"),
@@ -190,7 +191,6 @@ DRAFTS: list[tuple[str, Prepare, str]] = [
 CHANGED: list[tuple[str, Prepare]] = [
     ("causal", flip("causal/model.safetensors")),
     ("causal", change_tensors("causal/model.safetensors", shifted, "shifted")),
-    ("causal", edit_json("causal/config.json", num_hidden_layers=1)),
     ("causal", write("causal/draft_vocab.json", '{"ids": [0, 40, 70]}', "ids added")),
     ("causal", edit_json("causal/draftsmith.json", draft_sha256="0" * 64)),
     ("medusa", flip("medusa/model.safetensors")),

@@ -9,6 +9,7 @@ from tests.worlds import ROOT
 
 PYTHON = """#!/bin/sh
 [ "$1" = -m ] && exit
+[ "$1" = -c ] && { echo 2; exit; }
 echo asked >> asked
 cat answer
 [ -s answer ] || { echo 'error: no GPU that torch can use' >&2; exit 2; }

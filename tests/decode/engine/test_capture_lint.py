@@ -17,6 +17,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.engine.round import BatchState, StepConfig, read_results, run_round
+from decode.model import linear
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification import sampling
@@ -124,7 +125,9 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains keep their empty columns and top-p sorts the whole vocabulary: only a CPU looks what can be left out."""
+    """Chains keep their empty columns and top-p sorts the whole vocabulary: only a CPU looks what can be left out, and
+    only on a CPU are there packed copies that are compared with their weights."""
+    monkeypatch.setattr(linear, "digest", lambda tensor: 0)
     monkeypatch.setattr(sampling, "reads_are_free", lambda tensor: False)
     monkeypatch.setattr(
         decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
