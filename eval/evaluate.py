@@ -17,6 +17,7 @@ from decode.common.settings import to_yaml
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
+from decode.engine.engine import pick_mode
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
@@ -29,6 +30,7 @@ from eval.benchmark.methods import (
     simulated_alpha,
     verification_name,
 )
+from eval.benchmark.simulated_draft import simulated_names
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
@@ -112,6 +114,9 @@ def evaluate(
     device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
     grammar = build_matcher(s.constraint, target)
+    drafts = [method.draft for method in methods]
+    on_host = "grammars" if grammar else simulated_names(drafts)
+    s = replace(s, mode=pick_mode(s.mode, target, drafts, on_host))
     context = TimingContext(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
     )
