@@ -3,7 +3,8 @@
 Reads {jobs: [...]} from stdin; vllm_client.build_job makes a job and documents its fields. Prints a line for each job:
 {vllm: version, ran: {...}, repaired: [...], answers: [{ids, seconds, first_token_seconds, rounds, drafted, accepted,
 by_position} for each prompt]} or {error}; `ran` are its `device_settings`, `ids` holds an answer for each of the
-prompt's seeds, which are decoded together. The engine runs in the same process, so its errors can be reported and no time goes to messages between processes.
+prompt's seeds, which are decoded together. The engine runs in the same process, so its errors can be reported and no
+time goes to messages between processes.
 """
 
 import json
