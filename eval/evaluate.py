@@ -116,7 +116,8 @@ def evaluate(
     grammar = build_matcher(s.constraint, target)
     drafts = [method.draft for method in methods]
     on_host = "grammars" if grammar else simulated_names(drafts)
-    s = replace(s, mode=pick_mode(s.mode, target, drafts, on_host))
+    picked: Any = pick_mode(s.mode, target, drafts, on_host)
+    s = replace(s, mode=picked)
     context = TimingContext(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
     )
