@@ -20,7 +20,7 @@ from decode.drafts.settings import GenerateConfig, SwiftConfig
 from decode.drafts.swift import open_search
 from decode.engine.active_request import check_draft_length
 from decode.engine.composing import add_lookup, make_adaptive, make_mirror
-from decode.engine.engine import speculate
+from decode.engine.engine import pick_mode, speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.engine.text_stream import LabelledText, TextStream
@@ -125,6 +125,7 @@ def generate(s: GenerateConfig) -> None:
         [ids],
         k=s.k,
         sampling=s.sampling,
+        mode=pick_mode("auto", target, [draft], "grammars" if matcher else "", compiles=False),
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
         matchers=None if matcher is None else [matcher],

@@ -18,6 +18,7 @@ from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
+from decode.engine.engine import pick_mode
 from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
@@ -30,6 +31,7 @@ from eval.benchmark.methods import (
     simulated_alpha,
     verification_name,
 )
+from eval.benchmark.simulated_draft import simulated_names
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
@@ -113,6 +115,10 @@ def evaluate(
     device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
     grammar = build_matcher(s.constraint, target)
+    drafts = [method.draft for method in methods]
+    on_host = "grammars" if grammar else simulated_names(drafts)
+    picked: Any = pick_mode(s.mode, target, drafts, on_host)
+    s = replace(s, mode=picked)
     context = TimingContext(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
     )

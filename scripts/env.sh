@@ -25,7 +25,7 @@ cpus=$(python -c 'from decode.common.machine import cpu_count; print(cpu_count()
 # One process on whatever device there is, with a thread for each CPU: what `accelerate launch` would start with
 # configs/accelerate/one_gpu.yaml, without the seconds that its own process takes.
 launch="env OMP_NUM_THREADS=$cpus python"
-# What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for each device
+# What samples and trains fastest, bfloat16, float16 or float32, in $dtype and $precision: measured once for each device
 # and torch, since an environment's folder may be copied or shared by machines.
 pick_dtype() {
   device=$(device_name)

@@ -3,7 +3,8 @@
     python scripts/fastest_dtype.py        # "bfloat16 bf16" or "float32 no"
 
 scripts/env.sh asks it, because the flags of a processor do not tell: some that have bfloat16 instructions multiply
-float32 faster. On a GPU the answer is bfloat16 without a measurement.
+float32 faster. On a GPU the answer is bfloat16 without a measurement, and float16 on cards that only emulate bfloat16
+(compute capability below 8.0).
 """
 
 import statistics
@@ -18,10 +19,10 @@ if not __package__:
 import torch
 
 from decode.common.errors import UserError
-from decode.devices.choice import find_gpu
+from decode.devices.choice import find_gpu, has_bfloat16
 from decode.model.linear import PackedLinear
 
-ACCELERATE = {"float32": "no", "bfloat16": "bf16"}
+ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 ROWS = (1, 64)
 """A step of one text, and a batch."""
 WIDTH, OUTPUTS, LAYERS = 576, 1536, 48
@@ -53,8 +54,9 @@ def fastest(ms: Mapping[str, Sequence[float]]) -> str:
 
 @torch.inference_mode()
 def main() -> None:
-    name = "bfloat16"
-    if not find_gpu():
+    if find_gpu():
+        name = "bfloat16" if has_bfloat16() else "float16"
+    else:
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         name = fastest(
             {key: [measure_ms(dtype, rows) for rows in ROWS] for key, dtype in dtypes.items()}

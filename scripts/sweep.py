@@ -54,8 +54,8 @@ def main(s: SweepConfig) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out / lock.LOCK_FILE, out, wait=True):
-        text = f"{run_dir.HEADER}{COMMAND}\n{to_yaml(s)}"
-        files.write_atomically(out / run_dir.RUN_FILE, text)
+        text = f"{files.COMMAND_HEADER}{COMMAND}\n{to_yaml(s)}"
+        files.write_atomically(out / files.RUN_FILE, text)
     try:
         TrialPool(s, trials, Console(stderr=True)).run()
     except (KeyboardInterrupt, Terminated) as error:

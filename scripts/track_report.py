@@ -13,8 +13,7 @@ if not __package__:
 from decode.common import lock
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json_object
-from decode.common.run_dir import RUN_FILE
+from decode.common.files import RUN_FILE, read_json_object
 from decode.common.settings import parse_settings, to_dict
 from train.trainer.settings import DistillConfig
 

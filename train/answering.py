@@ -163,7 +163,7 @@ def check_engine(s: SampleConfig) -> None:
         (s.served and is_text, f"--origin text asks nobody for answers: drop --engine {s.engine}"),
         (s.served and s.draft != "none",
          "--draft is for the local engine: give the draft to the server, or drop it"),
-        (s.mode != "eager" and (s.served or is_text), "--mode is of the local engine: drop it"),
+        (s.mode != "auto" and (s.served or is_text), "--mode is of the local engine: drop it"),
         (s.served and load_config(s.target, "target", s.revision).is_encoder_decoder,
          f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"),
         (s.placement.kind != "single" and (s.served or is_text),

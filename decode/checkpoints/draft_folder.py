@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.common import damage, run_dir
+from decode.common import damage, files
 from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
 from decode.common.provenance import Hardware
@@ -28,7 +28,7 @@ from decode.model.vocabularies import disagreement
 METADATA_FILE = "draftsmith.json"
 CHECKPOINTS = "checkpoints"
 """The folder of a training's checkpoints in that of its draft."""
-TRAINING = f"{run_dir.HEADER}train/distill.py"
+TRAINING = f"{files.COMMAND_HEADER}train/distill.py"
 """How the run.yaml of a training begins."""
 MODEL_FILES = (
     "config.json",
@@ -190,7 +190,7 @@ def check_training_ended(path: str) -> None:
     folder = Path(path).resolve()
     is_checkpoint = folder.parent.name == CHECKPOINTS
     training = folder.parent.parent if is_checkpoint else folder
-    run_file, latest = training / run_dir.RUN_FILE, training / CHECKPOINTS / "latest"
+    run_file, latest = training / files.RUN_FILE, training / CHECKPOINTS / "latest"
     if not run_file.is_file() or not read_text(run_file).startswith(TRAINING):
         return
     number = read_text(latest).strip().rpartition("-")[2] if latest.is_file() else "0"

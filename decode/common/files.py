@@ -26,6 +26,9 @@ MAX_DEPTH = 100
 MAX_YAML_NODES = 100_000
 """Values in a YAML file, each alias counted as a copy of what it stands for."""
 
+RUN_FILE = "run.yaml"
+"""What a command was asked to do, in its output folder; its first line is COMMAND_HEADER and the command's name."""
+COMMAND_HEADER = "# command: "
 BUNDLED = ("assets", "configs")
 INSTALLED = Path(__file__).resolve().parents[1] / "bundled"
 ROOT = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1]

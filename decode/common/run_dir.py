@@ -16,19 +16,18 @@ from typing import Any
 
 from decode.common import damage, files, lock, provenance
 from decode.common.errors import UserError
+from decode.common.files import COMMAND_HEADER, RUN_FILE
 from decode.common.journal import Journal
 from decode.common.published import Private
 from decode.common.ranges import Seed
 from decode.common.settings import drop_foreign, rename_keys, renamed_settings, to_dict, to_yaml
 from decode.common.typed_json import to_json
 
-RUN_FILE = "run.yaml"
 JOURNAL = "journal.jsonl"
 PREVIOUS_RUN = ".previous-run"
 """Folder within the output folder that keeps the run which --overwrite replaces until the new one has succeeded."""
 MOVING = PREVIOUS_RUN + ".tmp"
 OWN_NAMES = (RUN_FILE, RUN_FILE + ".tmp", lock.LOCK_FILE, PREVIOUS_RUN, MOVING)
-HEADER = "# command: "
 CONTROL_SETTINGS = ("overwrite", "resume", "allow_changed", "dry_run", "publish", "tracker")
 """Settings that say how a run starts and ends, and who logs it. They may differ between two starts of one run."""
 
@@ -92,7 +91,7 @@ def open_run(
     with lock.hold(path / lock.LOCK_FILE, settings.out):
         _move_back(path)
         check_command(path, settings, command)
-        text = f"{HEADER}{command}\n{to_yaml(settings)}"
+        text = f"{COMMAND_HEADER}{command}\n{to_yaml(settings)}"
         earlier, before = run_file.read_bytes() if run_file.is_file() else None, _times(path)
         resumes = earlier is not None and not settings.overwrite
         if resumes:
@@ -251,8 +250,8 @@ def check_command(path: Path, settings: Any, command: str) -> None:
 def _written_by(run_file: Path, settings: Any, command: str) -> str:
     """The command that wrote run.yaml. Earlier versions did not name it: then its keys decide."""
     first = run_file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    if first.startswith(HEADER):
-        return first.removeprefix(HEADER).strip()
+    if first.startswith(COMMAND_HEADER):
+        return first.removeprefix(COMMAND_HEADER).strip()
     try:
         earlier = files.read_yaml(run_file)
     except UserError:

@@ -115,6 +115,11 @@ def check_card(index: int) -> None:
     )
 
 
+def has_bfloat16() -> bool:
+    """Whether the GPU itself multiplies in bfloat16. On a T4 torch says that it is supported, and emulates it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def hides_gpus(visible: str | None) -> bool:
     """Whether this value of CUDA_VISIBLE_DEVICES (None: it is not set) hides all GPUs on purpose."""
     return visible is not None and visible.split(",")[0].strip() in ("", "-1", "NoDevFiles")

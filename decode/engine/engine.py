@@ -5,6 +5,7 @@ A row that has ended is frozen on the device until another prompt takes it, whos
 """
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.lock import Request
@@ -74,7 +76,8 @@ class SpeculativeEngine:
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles each new shape at its first round and is faster
     afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
-    the same kernels as eager ones, without any compilation, and "graph" compiled ones. `k` may be set anew between
+    the same kernels as eager ones, without any compilation, and "graph" compiled ones; "auto" is what `pick_mode` says.
+    `k` may be set anew between
     calls of `speculate`, and a draft may plan fewer tokens for a round (`Draft.plans_rounds`): a chain's graph of each
     number is kept for as long as its buffers stay where they are.
     `grammar` constrains all answers for which `speculate` is not given another.
@@ -93,6 +96,7 @@ class SpeculativeEngine:
         mode: str = "eager",
         grammar: Matcher | None = None,
     ):
+        mode = pick_mode(mode, target, [draft], "grammars" if grammar else "")
         self.target, self.draft, self.mode = target, draft, mode
         self.grammar = grammar
         self.k, self.sampling, self.rule = k, sampling, rule
@@ -125,21 +129,9 @@ class SpeculativeEngine:
             check_draft_fits(target, draft)
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
-        if mode != "eager" and not target.runner.can_compile:
-            raise UserError(
-                f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
-                f"{target.name!r}"
-            )
-        reads = draft is not None and draft.on_host and not draft.plans_rounds
-        if mode in CAPTURED and (self.device.type != "cuda" or reads):
-            raise UserError(
-                f"mode {mode} needs a CUDA device and a draft that proposes on it; adaptive lengths are for it by "
-                "acceptance alone"
-            )
-        if mode != "eager" and draft is not None and draft.eager_only:
-            raise UserError(
-                f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
-            )
+        refused = mode_refusal(mode, target, draft)
+        if refused:
+            raise UserError(refused)
 
     def speculate(
         self,
@@ -549,6 +541,55 @@ def decode(
 ) -> list[DecodeRecord]:
     """`speculate` run to its end: one DecodeRecord for each prompt, in order. Takes the same keywords."""
     return collect_outputs(prompts, speculate(target, draft, prompts, **settings))
+
+
+def mode_refusal(mode: str, target: Target, draft: Draft | None) -> str | None:
+    """Why this target and draft do not run in `mode`, in one line; None: they do."""
+    if mode != "eager" and not target.runner.can_compile:
+        return (
+            f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
+            f"{target.name!r}"
+        )
+    reads = draft is not None and draft.on_host and not draft.plans_rounds
+    if mode in CAPTURED and (target.runner.device.type != "cuda" or reads):
+        return (
+            f"mode {mode} needs a CUDA device and a draft that proposes on it; adaptive lengths are for it by "
+            "acceptance alone"
+        )
+    if mode != "eager" and draft is not None and draft.eager_only:
+        return f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
+    return None
+
+
+def pick_mode(
+    mode: str,
+    target: Target,
+    drafts: Sequence[Draft | None],
+    on_host: str = "",
+    compiles: bool = True,
+) -> str:
+    """`mode`, but for `auto`: the fastest that the target and all drafts (None: plain decoding) allow.
+
+    On a GPU that is graph, captured where torch has no Triton to compile with or where the work is too short for that
+    (not `compiles`), and eager where the host takes part in rounds, by a draft or by what `on_host` names; one line on
+    stderr says which. On a CPU it is eager.
+    """
+    if mode != "auto":
+        return mode
+    if target.runner.device.type != "cuda":
+        return "eager"
+    mode = "graph" if compiles and has_triton() else "captured"
+    refused = [draft for draft in drafts if mode_refusal(mode, target, draft)]
+    why = ", since torch has no Triton here" if compiles and mode == "captured" else ""
+    if on_host or refused:
+        names = [draft.name for draft in refused if draft is not None] + [on_host] * bool(on_host)
+        mode, why = "eager", f", since the host takes part in rounds of {', '.join(names)}"
+        if not target.runner.can_compile:
+            why = (
+                f", since target {target.name!r} has more than attention, or is on several devices"
+            )
+    sys.stderr.write(f"mode auto: {mode}{why}\n")
+    return mode
 
 
 def row_seeds(seed: int, rows: int) -> list[int]:

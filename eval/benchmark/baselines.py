@@ -261,7 +261,7 @@ def _run_vllm(
     answers: list[EngineAnswer] = done["answers"]
     for item, answer in zip(items, answers, strict=True):
         answer["ids"] = trim_at_stop(answer["ids"][0], item.stop, target.tokenizer)
-        answer["repaired"] = done["repaired"]
+        answer["repaired"], answer["ran"] = done["repaired"], done.get("ran", {})
         answer |= {"untimed": busy} if busy else {}
     return answers
 
@@ -342,6 +342,9 @@ def _vllm_described(s: EvalConfig, answers: Sequence[EngineAnswer]) -> dict[str,
     """The fields of a result that say what vLLM served, and α at each position of its drafts."""
     dtype = vllm_dtype(s)
     served = f"{Path(s.vllm_target).name} in {dtype}" if s.vllm_target else dtype
+    share = answers[0].get("ran", {}).get("gpu_memory_utilization") if answers else None
+    if share is not None:
+        served += f", CUDA graphs, {share:g} of the GPU's memory"
     counts = [[a["rounds"], *(a["by_position"] or [])] for a in answers]
     reached = [sum(x) for x in zip(*counts, strict=True)]
     alpha = [*map(ratio_or_none, reached[1:], reached)]

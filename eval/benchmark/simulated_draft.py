@@ -83,3 +83,8 @@ class SimulatedDraft(DraftWrapper):
         known = torch.where(place < self.answer_tokens.shape[1], known, NO_DRAFT)
         wrong = torch.where(known == NO_DRAFT, NO_DRAFT, (known + 1) % self.vocab_size)
         return Proposal(torch.where(right, known, wrong), None)
+
+
+def simulated_names(drafts: Sequence[Draft | None]) -> str:
+    """The names of the simulated drafts, which make tensors anew in each round: no graph can hold them. "" for none."""
+    return ", ".join(one.name for one in drafts if isinstance(one, SimulatedDraft))

@@ -157,9 +157,10 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     """Tokens of the longest answer."""
     batch_size: Count = 1
     """Prompts decoded together."""
-    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
+    mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"
     """compiled is faster after a minute of compilation for each shape. On a GPU only: captured, each round as one CUDA
-    graph without compilation, and graph, the same of compiled code."""
+    graph without compilation, and graph, the same of compiled code. auto: graph on a GPU where target and all methods
+    allow it, else eager."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
@@ -227,8 +228,9 @@ class TuneConfig(MeasuringSettings, TargetSettings):
     """1 keeps all tokens."""
     max_new_tokens: Count = 64
     """Longest answer."""
-    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
-    """compiled and graph take a minute or more for each setting; captured and graph need a GPU."""
+    mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"
+    """compiled and graph take a minute or more for each setting; captured and graph need a GPU. auto: graph on a GPU
+    where target and all methods allow it, else eager."""
 
 
 @dataclass

@@ -17,11 +17,13 @@ from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
 from decode.common.settings import to_yaml
 from decode.common.typed_json import to_json
+from decode.engine.engine import pick_mode
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
+from eval.benchmark.simulated_draft import simulated_names
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
@@ -196,6 +198,10 @@ def search(s: TuneConfig) -> None:
     target = use_template(loaded, s.template, [m.draft for m in s.methods])
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
+    drafts = [method.draft for method in methods]
+    context = replace(
+        context, mode=pick_mode(s.mode, target, [None, *drafts], simulated_names(drafts))
+    )
     console, out = Console(stderr=True), Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))) as run:
         checksums = draft_checksums(s.methods)

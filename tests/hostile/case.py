@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.run_dir import RUN_FILE
+from decode.common.files import RUN_FILE
 from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
 
 LONGEST_MESSAGE = 400

@@ -1,8 +1,11 @@
 """scripts/fastest_dtype.py: the choice, and what it prints."""
 
 import pytest
+import torch
 
+from decode.devices import choice
 from scripts import fastest_dtype
+from train.trainer.launch import Claims, settle_precision
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,25 @@ def test_it_prints_what_the_shell_reads(
     monkeypatch.setattr(fastest_dtype, "REPEATS", 1)
     fastest_dtype.main()
     assert capsys.readouterr().out in ("float32 no\n", "bfloat16 bf16\n")
+
+
+@pytest.mark.parametrize(
+    ("capability", "printed", "precision"),
+    [((7, 5), "float16 fp16", "fp16"), ((8, 0), "bfloat16 bf16", "bf16"),
+     ((7, 0), "float16 fp16", "fp16"), ((9, 0), "bfloat16 bf16", "bf16")],
+)  # fmt: skip
+def test_bfloat16_that_is_emulated_is_not_chosen(
+    capability: tuple[int, int], printed: str, precision: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Catches bf16 on a T4 or V100, which torch calls supported since it emulates it."""
+    monkeypatch.setattr(fastest_dtype, "find_gpu", lambda: True)
+
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or capability >= (8, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    fastest_dtype.main()
+    assert capsys.readouterr().out == f"{printed}\n"
+    assert settle_precision("auto", Claims(), "cuda", choice.has_bfloat16()) == precision
+    assert settle_precision("auto", Claims(), "cpu", choice.has_bfloat16()) == "no"

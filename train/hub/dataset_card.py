@@ -13,8 +13,8 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from decode.common import files
 from decode.common.errors import UserError
+from decode.common.files import RUN_FILE
 from decode.common.published import Place, hub_snapshot, published
-from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json

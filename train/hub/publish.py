@@ -26,9 +26,9 @@ from decode.checkpoints.draft_folder import (
 )
 from decode.common import damage, run_dir
 from decode.common.errors import UserError
-from decode.common.files import BUNDLED, read_json, read_json_object
+from decode.common.files import BUNDLED, RUN_FILE, read_json, read_json_object
 from decode.common.published import display_name, hub_snapshot, published
-from decode.common.run_dir import RUN_FILE, replace_folder
+from decode.common.run_dir import replace_folder
 from decode.common.secret_patterns import redact
 from decode.common.target_record import TargetRecord
 from decode.common.typed_json import from_json, to_json

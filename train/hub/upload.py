@@ -10,9 +10,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from decode.checkpoints.draft_folder import METADATA_FILE, MODEL_FILES
 from decode.common.errors import UserError
+from decode.common.files import RUN_FILE
 from decode.common.proxies import through
 from decode.common.published import check_text
-from decode.common.run_dir import RUN_FILE, owns
+from decode.common.run_dir import owns
 from decode.common.secret_patterns import redact
 from train.settings.training import HubLabels
 

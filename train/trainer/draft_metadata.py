@@ -11,7 +11,7 @@ from decode.checkpoints.draft_folder import (
     draft_sha256,
     write_metadata,
 )
-from decode.common import provenance, run_dir
+from decode.common import provenance
 from decode.common.errors import naming
 from decode.common.settings import to_dict
 from decode.common.typed_json import from_json
@@ -68,7 +68,7 @@ def save_draft(
         # the target was trained as well, and is saved beside the draft
         target = replace(target, weights=model_fingerprint(target.name).weights)
     write_metadata(out, replace(metadata, target=target, draft_sha256=draft_sha256(s.out)))
-    tracker.artifact("settings", "settings", [out / run_dir.RUN_FILE])
+    tracker.artifact("settings", "settings", [out / files.RUN_FILE])
     for number, part in enumerate(mixture.mixture_parts(s.data)):
         name = f"manifest-{number}" if number else "manifest"
         tracker.artifact(name, "dataset", [Path(part.path) / "manifest.json"])

@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed, str_to_bool
 from rich.console import Console
 
 from decode.common import files, machine
 from decode.common.errors import UserError
+from decode.devices.choice import has_bfloat16
 from train.data import batching
 from train.settings.training import LoopConfig, Precision
 from train.trainer import checkpoint, collective, on_policy, sharding
@@ -178,7 +178,8 @@ def settle_precision(
     said: str = settle("mixed_precision", str(ours), "auto", claims.precision)
     off = claims.switched_off
     if said == "auto":
-        return "bf16" if device_type == "cuda" and bf16_supported and "bf16" not in off else "no"
+        fastest: Precision = "bf16" if bf16_supported else "fp16"
+        return fastest if device_type == "cuda" and fastest not in off else "no"
     if said in off:
         raise UserError(
             f"mixed_precision is {said}, and {off[said]} switches it off: make them agree"
@@ -211,7 +212,7 @@ def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> Disti
     """The settings in force, where the launcher also says how to train. UserError if it says something else."""
     options = launcher_options(machine.parent_words(), sys.argv[1:])
     claims = read_claims(os.environ, options)
-    bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported()
+    bf16 = device_type == "cuda" and has_bfloat16()
     return replace(
         s,
         mixed_precision=settle_precision(s.mixed_precision, claims, device_type, bf16),

@@ -336,10 +336,10 @@ def _save_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
 # ---- torchao ----
 
 
-def quantize_linear_layers(model: Any, dtype: str, config: str = "Int8WeightOnlyConfig") -> None:
+def quantize_linear_layers(model: Any, dtype: str) -> None:
     """Turns the weights of the linear layers into int8 with one scale for each row; the LM head keeps its dtype.
 
-    `config` is the class of torchao that says how they are multiplied, `dtype` what settings call that.
+    `dtype` is what settings call that.
 
     The LM head is left because drafts copy rows of it, and it often is the embedding too. Experts that a model holds
     as stacked tensors are no linear layers and stay as they are. UserError without torchao.
@@ -359,6 +359,6 @@ def quantize_linear_layers(model: Any, dtype: str, config: str = "Int8WeightOnly
         head = model.get_output_embeddings()
         quantization.quantize_(
             model,
-            vars(quantization)[config](),
+            quantization.Int8WeightOnlyConfig(),
             filter_fn=lambda module, _: isinstance(module, torch.nn.Linear) and module is not head,
         )

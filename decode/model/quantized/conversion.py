@@ -35,6 +35,12 @@ KINDS: dict[str, type[QuantizedLinear]] = {
 """By the dtype of settings."""
 
 
+ON_CUDA = (
+    "has no product on CUDA that is right and that a graph can hold: torchao's layer writes its activations as text in "
+    "each call, and multiplies 16 rows and fewer in float32, where sums beyond 2^24 are wrong"
+)
+
+
 def quantize_model(
     model: Any,
     dtype: str,
@@ -53,11 +59,10 @@ def quantize_model(
     if dtype not in KINDS:
         return
     reason = refusal(model, dtype)
+    if dtype == "w8a8" and model.device.type == "cuda" and not stored:
+        reason = ON_CUDA
     if reason:
         raise UserError(f"{what}: dtype {dtype} {reason}: choose another dtype")
-    if model.device.type == "cuda" and not stored:
-        quantize_linear_layers(model, dtype, "Int8DynamicActivationInt8WeightConfig")
-        return
     say_what_stays(model, dtype, what)
     if stored and dtype == "w8a8":
         restore_layers(model, stored, what)

@@ -101,8 +101,9 @@ def context_length(prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int
 
 
 def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}. Fields are those of
-    vllm_worker.py. UserError with the end of its log if vLLM does not start."""
+    """The result of each job as soon as it is done: {vllm: version, ran, repaired, answers} or {error}.
+
+    Fields are those of vllm_worker.py. UserError with the end of its log if vLLM does not start."""
     command = [find_interpreter(python), str(WORKER_SCRIPT)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         running = subprocess.Popen(

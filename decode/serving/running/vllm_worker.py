@@ -1,12 +1,14 @@
 """Decodes prompts with vLLM, one at a time, and prints JSON. Runs in vLLM's environment and imports nothing of ours.
 
 Reads {jobs: [...]} from stdin; vllm_client.build_job makes a job and documents its fields. Prints a line for each job:
-{vllm: version, repaired: [...], answers: [{ids, seconds, first_token_seconds, rounds, drafted, accepted, by_position}
-for each prompt]} or {error}; `ids` holds an answer for each of the prompt's seeds, which are decoded together. The
-engine runs in the same process, so its errors can be reported and no time goes to messages between processes.
+{vllm: version, ran: {...}, repaired: [...], answers: [{ids, seconds, first_token_seconds, rounds, drafted, accepted,
+by_position} for each prompt]} or {error}; `ran` are its `device_settings`, `ids` holds an answer for each of the
+prompt's seeds, which are decoded together. The engine runs in the same process, so its errors can be reported and no
+time goes to messages between processes.
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -23,6 +25,10 @@ VLLM_METRICS = {
     "accepted": "vllm:spec_decode_num_accepted_tokens",
     "by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
+
+
+SHARE_OF_FREE = 0.9
+"""Of a GPU's free memory; the rest is for what its kernels allocate beside its own plan."""
 
 
 def main() -> None:
@@ -47,15 +53,28 @@ def write_line(answer: dict) -> None:
 
 def run_job(vllm, job: dict) -> dict:
     try:
-        llm = build_llm(vllm, job)
+        device = device_settings(job)
+        llm = build_llm(vllm, job, device)
         repaired = patch_sampler() if job["repair"] else []
         answers = decode_prompts(vllm, llm, job)
-        return {"vllm": vllm.__version__, "repaired": repaired, "answers": answers}
+        return {"vllm": vllm.__version__, "ran": device, "repaired": repaired, "answers": answers}
     except Exception as error:  # any error of vLLM is the job's result
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def build_llm(vllm, job: dict):
+def device_settings(job: dict) -> dict:
+    """What vLLM is told of the device. On a GPU it has its CUDA graphs whatever our mode is, and a share of what is
+    free there: beside our models its own default, 0.9 of the whole memory, would not start."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"enforce_eager": job["eager"]}
+    free, total = torch.cuda.mem_get_info()
+    share = math.floor(100 * SHARE_OF_FREE * free / total) / 100
+    return {"enforce_eager": False, "gpu_memory_utilization": share}
+
+
+def build_llm(vllm, job: dict, device: dict):
     rows = max(map(len, job["seeds"]))
     return vllm.LLM(
         job["target"],
@@ -63,12 +82,12 @@ def build_llm(vllm, job: dict):
         max_model_len=job["max_model_len"],
         max_num_seqs=rows,  # larger batches need not be warmed up or captured
         max_num_batched_tokens=rows * job["max_model_len"],
-        enforce_eager=job["eager"],
         disable_log_stats=False,
         enable_prefix_caching=False,
         speculative_config=job["speculative"],
         generation_config="vllm",  # nothing but what decode_prompts() asks for
         seed=0,
+        **device,
     )
 
 

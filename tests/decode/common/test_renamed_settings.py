@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from decode.common.errors import UserError
-from decode.common.run_dir import RUN_FILE, FolderSettings, open_run
+from decode.common.files import RUN_FILE
+from decode.common.run_dir import FolderSettings, open_run
 from decode.common.settings import parse_settings, setting_names, to_dict, to_yaml
 
 

@@ -81,4 +81,4 @@ def test_each_row_of_weights_has_eight_bits_and_a_scale(folder: Path) -> None:
 def test_without_torchao_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(UserError, match="pip install torchao"):
-        quantize_linear_layers(tiny_model("llama"))
+        quantize_linear_layers(tiny_model("llama"), "int8")

@@ -39,8 +39,9 @@ from eval.checks.greedy_equivalence import first_difference, measure_pair
 from tests import heads, worlds
 from tests.decode.engine.test_engine import PROMPTS, texts
 from tests.decode.verification import test_exact_distribution as exact
+from tests.fake_gpu import fake_gpu
 from tests.params import slow_except
-from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_prompts
+from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 needs_vnni = pytest.mark.skipif(not vnni.is_available(), reason="needs AVX512-VNNI and a compiler")
 
@@ -575,3 +576,14 @@ def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     experts = [line for line in lines if re.search(said, line)]
     slow = [line for line in lines if "there are no products of whole numbers" in line]
     assert (len(experts), len(slow)) == (1, 0 if vnni.is_available() else 1)
+
+
+@pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
+def test_a_gpu_has_no_right_product_of_eight_bits(dtype: str) -> None:
+    """Catches torchao's layer, whose sums of few rows are wrong beyond 2^24, and a refusal without its reason."""
+    reason = (
+        "multiplies 16 rows and fewer in float32" if dtype == "w8a8" else "is not for device cuda"
+    )
+    target = tiny_target(tiny_model("llama"))
+    with fake_gpu(target), pytest.raises(UserError, match=f"^target 'T': dtype {dtype} .*{reason}"):
+        quantize_model(target.runner.model, dtype, "target 'T'")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
@@ -134,8 +135,29 @@ def test_the_worker_takes_no_settings_of_the_targets_folder() -> None:
     asked: dict[str, Any] = {}
     vllm = SimpleNamespace(LLM=lambda target, **settings: asked.update(settings))
     job = vllm_client.build_job("T", [[1]], max_new_tokens=3, max_model_len=9)
-    vllm_worker.build_llm(vllm, job)
+    vllm_worker.build_llm(vllm, job, vllm_worker.device_settings(job))
     assert asked["generation_config"] == "vllm"
+    assert asked["enforce_eager"]
+    assert "gpu_memory_utilization" not in asked
+
+
+@pytest.mark.parametrize(("free", "share"), [(139, 0.88), (70, 0.44), (3, 0.01)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_vllm_beside_us_on_one_gpu(
+    free: int, share: float, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: vLLM asks for 0.9 of the memory beside our models and does not start, or runs without its CUDA graphs since
+    our mode is eager. Planted values: those that it was given before."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free << 30, 141 << 30))
+    asked: dict[str, Any] = {}
+    vllm = SimpleNamespace(LLM=lambda target, **settings: asked.update(settings))
+    job = vllm_client.build_job("T", [[1]], max_new_tokens=3, max_model_len=9, eager=eager)
+    vllm_worker.build_llm(vllm, job, vllm_worker.device_settings(job))
+    assert (asked["enforce_eager"], asked["gpu_memory_utilization"]) == (False, share)
+    answers = [{"rounds": 3, "by_position": 0, "ran": vllm_worker.device_settings(job)}]
+    served = baselines._vllm_described(EvalConfig(), answers)["served"]
+    assert served == f"float32, CUDA graphs, {share:g} of the GPU's memory"
 
 
 class Clock:
