@@ -63,7 +63,22 @@ def one_line(error: Exception, longest: int = 200) -> str:
 
 def world_error(error: BaseException | None) -> str | None:
     """One line for an error of the world in `error` or in what caused it; None for any other error."""
-    return _line(error, ADVICE)
+    return _line(error, ADVICE) or memory_error(error)
+
+
+def memory_error(error: BaseException | None) -> str | None:
+    """One line for a GPU's memory that was too small, in `error` or in what caused it; None for any other error."""
+    if error is None:
+        return None
+    if type(error).__name__ != "OutOfMemoryError":  # torch's; commands say --help without it
+        return memory_error(error.__cause__)
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    more = f" ({asked[1]} more were asked for)" if asked else ""
+    return (
+        f"the GPU's memory is full{more}: lower what is computed at once (batch_size, loop.micro_batch) or its length "
+        "(max_new_tokens), or load the target in fewer bits (dtype bfloat16, int8) or over several devices "
+        "(placement.kind device_map)"
+    )
 
 
 def disk_error(
