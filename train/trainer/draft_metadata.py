@@ -11,7 +11,7 @@ from decode.checkpoints.draft_folder import (
     draft_sha256,
     write_metadata,
 )
-from decode.common import provenance
+from decode.common import files, provenance
 from decode.common.errors import naming
 from decode.common.settings import to_dict
 from decode.common.typed_json import from_json
