@@ -168,10 +168,10 @@ def cache_folder() -> tuple[Path, str]:
 
 
 def _why_not_written(folder: Path) -> str:
-    """What forbids to write into `folder`, which is made if it is not there; "" if nothing does."""
+    """What forbids to write into `folder`, or to make it where it is not there; "" if nothing does."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"

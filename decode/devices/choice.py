@@ -89,8 +89,8 @@ def unusable_gpu() -> str | None:
     said = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f"; CUDA_VISIBLE_DEVICES is {said!r}" if said else ""
     return (
-        f"{here} and {which} cannot use it ({why_not()}{shown}): see what nvidia-smi says (a container needs "
-        f"--gpus all), or {ON_CPU}"
+        f"{here} and {which} cannot use it ({why_not()}{shown}): see what nvidia-smi says (and whether the "
+        f"container was given the GPU), or {ON_CPU}"
     )
 
 

@@ -229,7 +229,7 @@ def has_weights_of(path: str, target: Target) -> bool:
     """Whether a model in a folder or on the Hub is the target; weights are compared where the sizes are equal."""
     if path == target.name:
         return True
-    folder = model_folder(path, "draft")
+    folder = model_folder(importers.resolve_folder(path), "draft")
     own = load_config(path, "draft", folder=folder).get_text_config(decoder=True)
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "model_type", "intermediate_size")
     ours = target.runner.config

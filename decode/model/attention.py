@@ -320,7 +320,7 @@ def _fused_attention(
     """
     queries = packed.shape[2]
     over = queries % CPU_QUERY_BLOCK
-    if key.device.type == "cpu" and 0 < over < CPU_QUERIES:
+    if key.device.type in ("cpu", "meta") and 0 < over < CPU_QUERIES:
         # The last query again: inductor writes no code that compiles for a mask that is padded.
         every = torch.arange(queries + CPU_QUERIES - over).clamp_max(queries - 1)
         packed, mask = packed[:, :, every], mask[:, :, every]

@@ -400,12 +400,12 @@ def _pickles(folder: Path) -> list[str]:
 
 def _pickles_refused(name: str, what: str, pickle: str) -> UserError:
     convert = "; ".join(
-        f"t.{kind}.from_pretrained({name!r}).save_pretrained('OUT')"
+        f"t.{kind}.from_pretrained(n).save_pretrained('OUT')"
         for kind in ("AutoModelForCausalLM", "AutoTokenizer")
     )
     return UserError(
-        f"{what} {name!r} holds its weights in {pickle}, which may run code when read: only safetensors are read. "
-        f'Where you trust it, convert it: python -c "import transformers as t; {convert}"'
+        f"{what} {name!r} holds its weights in {pickle}, and only safetensors are read: pickles may run code. Where "
+        f"you trust it, convert it: python -c \"import transformers as t; n='FOLDER'; {convert}\""
     )
 
 

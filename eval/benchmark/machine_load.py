@@ -2,8 +2,8 @@
 
 Before and after a turn are read: two clocks, the CPU time of other processes (with what a hypervisor took, steal) on
 the CPUs that this process may use, and the seconds of a probe: one fixed read of memory, which is what decoding waits
-for. Ours are this process and all its children, which servers that it started are. A neighbour on a CPU that is not
-ours shows in the probe alone.
+for. Ours are this process, those of its launch and all their children, which servers that it started are. A neighbour
+on a CPU that is not ours shows in the probe alone.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import torch
+
+from decode.common.machine import process_count
 
 PROBE_BYTES, PROBE_READS = 2**25, 3
 BUSY_SHARE = 0.1  # of the CPUs that we may use: what others may take of them
@@ -61,7 +63,10 @@ def cpu_times() -> CpuTimes:
 
 def _own_seconds() -> float:
     me, total = psutil.Process(), 0.0
-    for process in [me, *me.children(recursive=True)]:
+    family = (
+        me.parent() if process_count() > 1 else None
+    )  # the launcher, whose children share the target
+    for process in [*([] if family else [me]), *(family or me).children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             x = process.cpu_times()
             total += x.user + x.system + x.children_user + x.children_system

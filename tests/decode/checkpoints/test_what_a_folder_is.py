@@ -131,13 +131,10 @@ def test_pickled_weights_are_refused_with_the_command_that_converts(
     assert f"holds its weights in {file}" in said
     assert "only safetensors are read" in said
     if file == BIN:
-        exec(
-            compile(
-                said[said.index('"import') + 1 : -1].replace("'OUT'", repr(str(tmp_path / "out"))),
-                "it",
-                "exec",
-            )
-        )
+        code = said[said.index('"import') + 1 : -1]
+        for name, own in {"'OUT'": tmp_path / "out", "'FOLDER'": folder}.items():
+            code = code.replace(name, repr(str(own)))
+        exec(compile(code, "the command", "exec"))
         converted = load_target(str(tmp_path / "out"), "cpu")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == VOCAB
         assert decode(converted, None, [[3, 4, 5]], max_new_tokens=4)[0].output_ids
