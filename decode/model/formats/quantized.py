@@ -11,7 +11,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def stated_quantization(name: str, revision: str | None = None) -> Config | None
     try:
         q = read_json_object(config_file, "a config.json").get("quantization_config")
         if not q:
-            file = _stored_file(name, revision, MODELOPT_FILE)
+            file = _modelopt_file(name, revision)
             q = read_json_object(file, "of ModelOpt").get("quantization") if file else None
             q = {"quant_method": "modelopt"} | q if isinstance(q, dict) else None
     except UserError:  # loading it will say what is wrong
@@ -171,6 +171,10 @@ def _method(q: Any) -> str:
     return str((q if isinstance(q, dict) else vars(q)).get("quant_method"))
 
 
+def _modelopt_file(name: str, revision: str | None) -> Path | None:
+    return (_stored_file if Path(name).exists() else _asked_once)(name, revision, MODELOPT_FILE)
+
+
 def _stored_file(name: str, revision: str | None, file: str) -> Path | None:
     """A file of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
     if Path(name).exists():
@@ -180,6 +184,11 @@ def _stored_file(name: str, revision: str | None, file: str) -> Path | None:
         return Path(hf_hub_download(name, file, revision=revision))
     except Exception:  # no such name, no network: loading it will give the reason
         return None
+
+
+_asked_once = cache(
+    _stored_file
+)  # few repositories have the file, and a name is resolved many times
 
 
 def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
