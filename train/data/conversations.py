@@ -25,6 +25,9 @@ from train.settings.data import TurnSelection
 PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 
+INSTRUCTING = ("system", "developer")
+"""Roles of messages by which a service tells the model what to do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -82,9 +85,14 @@ def _digest(content: Content, others: dict[str, Any]) -> str:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt's whole text, messages and answer included, for comparing prompts."""
+    """The prompt's text, replies and answer included, for comparing prompts.
+
+    Instructions to the system are left out where anything else is said: one prompt of a service is like no other for
+    having the same ones.
+    """
     if prompt.messages is not None:
-        return "\n".join(map(message_text, prompt.messages))
+        said = [m for m in prompt.messages if m.get("role") not in INSTRUCTING]
+        return "\n".join(map(message_text, said or prompt.messages))
     return "\n".join(text for text in (prompt.text, prompt.answer) if text)
 
 

@@ -21,7 +21,7 @@ from decode.model import names
 from tests.rows import write_rows
 from train.data import python_corpus
 from train.data.conversations import Prompt, encode_prompt, encode_prompts, prompt_text
-from train.data.filters import EvaluationOverlap
+from train.data.filters import EvaluationOverlap, NearDuplicates
 from train.data.sources import (
     BUNDLED_PROMPTS,
     REPEATS,
@@ -245,6 +245,20 @@ def test_overlap_with_evaluation_is_found(training: str, dropped: bool) -> None:
     evaluation = EvaluationOverlap([" ".join(NUMBERS[:20])])
     for prompt in (text_prompt(training), chat):
         assert evaluation.overlaps(prompt_text(prompt)) == dropped
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_to_the_system_are_no_overlap(role: str) -> None:
+    """Catches a service's own instructions, which all of its prompts share, that make each of them an evaluation prompt
+    or a near duplicate, so that none is left to train on."""
+    instructions = {"role": role, "content": " ".join(NUMBERS)}
+    asked = [prompt_text(chat_prompt(instructions, {"role": "user", "content": t})) for t in "abc"]
+    evaluation = EvaluationOverlap(asked[2:])
+    assert [evaluation.overlaps(text) for text in asked] == [False, False, True]
+    unlike = NearDuplicates(0.8)
+    assert [unlike.add(text) for text in asked] == [True, True, True]
+    assert not unlike.add(asked[0])
+    assert prompt_text(chat_prompt(instructions)) == instructions["content"]
 
 
 def test_evaluation_texts_are_those_of_the_eval_folder(root: Path) -> None:
