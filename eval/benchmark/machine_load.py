@@ -19,7 +19,7 @@ import torch
 from decode.common.machine import process_count
 
 PROBE_BYTES, PROBE_READS = 2**25, 3
-BUSY_SHARE = 0.1  # of the CPUs that we may use: what others may take of them
+BUSY_SHARE = 0.1  # of the CPUs that we compute on: what others may take of them
 CPU_SECONDS_OF_NOISE = 0.03  # Three ticks of the kernel's clock, by which its counters are off
 SLOW_PROBE = 1.5  # times the lower quartile of all probes of a run
 CLOCK_SHARE, CLOCK_SECONDS = 0.02, 0.05  # by which the two clocks may differ
@@ -39,6 +39,19 @@ class TurnEvidence:
     steal: float
     cpus: int
     probes: list[float]  # before and after
+    threads: int | None = None  # that compute for us; None: as many as CPUs, as in earlier journals
+
+    @property
+    def ours(self) -> int:
+        """CPUs that we compute on."""
+        return min(self.threads or self.cpus, self.cpus)
+
+    @property
+    def taken(self) -> float:
+        """Seconds of CPU that others had of those that we compute on: a machine of many CPUs gives them its idle ones,
+        where only the probe notices them."""
+        idle = (self.cpus - self.ours) * self.seconds
+        return self.steal + max(0.0, self.others - self.steal - idle)
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,7 @@ class MachineWatch:
             steal=now.steal - self.cpu.steal,
             cpus=now.cpus,
             probes=[self.probed, self.probe()],
+            threads=torch.get_num_threads() * process_count(),
         )
 
     def probe(self) -> float:
@@ -117,12 +131,12 @@ def busy_reason(x: TurnEvidence, probe: float) -> str:
     """Why seconds of this turn do not count; "" if they do. `probe` is that of a quiet machine."""
     if abs(x.calendar_seconds - x.seconds) > CLOCK_SECONDS + CLOCK_SHARE * abs(x.seconds):
         return CLOCK
-    if x.others > CPU_SECONDS_OF_NOISE + BUSY_SHARE * x.cpus * x.seconds:
+    if x.taken > CPU_SECONDS_OF_NOISE + BUSY_SHARE * x.ours * x.seconds:
         return BUSY
     return SLOW_MEMORY if max(x.probes) > SLOW_PROBE * probe else ""
 
 
 def all_busy(found: Sequence[TurnEvidence]) -> bool:
     """Whether others had too much of these turns together: of a short one the counters are too coarse to say so."""
-    seconds = sum(x.cpus * x.seconds for x in found)
-    return sum(x.others for x in found) > CPU_SECONDS_OF_NOISE + BUSY_SHARE * seconds
+    seconds = sum(x.ours * x.seconds for x in found)
+    return sum(x.taken for x in found) > CPU_SECONDS_OF_NOISE + BUSY_SHARE * seconds

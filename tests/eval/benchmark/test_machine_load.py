@@ -38,6 +38,10 @@ QUIET = TurnEvidence(2.0, 2.0, 0.05, 0.0, 2, [0.001, 0.0012])
         ({"others": 2.0}, BUSY),
         ({"others": 4.0, "steal": 4.0}, BUSY),
         ({"others": 0.44, "cpus": 64}, ""),
+        ({"others": 100.0, "cpus": 64, "threads": 8}, ""),  # on the 56 that we leave idle
+        ({"others": 114.0, "cpus": 64, "threads": 8}, BUSY),
+        ({"others": 2.0, "steal": 2.0, "cpus": 64, "threads": 8}, BUSY),
+        ({"others": 100.0, "cpus": 64, "threads": 128}, BUSY),
         ({"seconds": 0.02, "calendar_seconds": 0.02, "others": 0.03}, ""),  # ticks of the counters
         ({"seconds": 0.05, "calendar_seconds": 0.05, "others": 0.1}, BUSY),
         ({"probes": [0.001, 0.0014]}, ""),
@@ -112,7 +116,7 @@ def test_ours_are_all_our_children(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.own |= {"me": [2.0, 0.5, 2.5, 0.0], "server": [1.0, 0.25, 0.0, 0.0]}
     found = watch.end()
     assert found.others == pytest.approx(3.75 - 1.0 - 0.5 - 1.25)
-    assert (found.steal, found.cpus) == (0.25, 1)
+    assert (found.steal, found.cpus, found.threads) == (0.25, 1, torch.get_num_threads())
     fake.own["server"] = [9.0, 0.0, 0.0, 0.0]  # counters that are a tick apart
     assert watch.end().others == 0.0
 
