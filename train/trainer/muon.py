@@ -87,11 +87,13 @@ def assign_owners(shapes: Sequence[tuple[int, ...]], world: int) -> list[int]:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """[N, m, n] near-orthogonal matrices with the singular vectors of `matrices` [N, m, n], by Newton-Schulz steps.
 
-    Their singular values are between 0.5 and 1.5 or so. Computed in bf16 on a GPU, else in fp32.
+    Their singular values are between 0.5 and 1.5 or so. Computed in bf16 on a GPU and on a CPU with matrix units (AMX),
+    where products of that take a third of the time, else in fp32.
     """
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
-    x = x.to(torch.bfloat16 if x.device.type == "cuda" else torch.float32)
+    fast = x.device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    x = x.to(torch.bfloat16 if fast else torch.float32)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):

@@ -22,6 +22,7 @@ def matrices(seed: int) -> list[Tensor]:
 def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: another scale for tall matrices, no Nesterov step, weight decay that is not decoupled, momentum lost."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's rounds to it
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     ours = [torch.nn.Parameter(x) for x in matrices(0)]
     theirs = copy.deepcopy(ours)
     optimizers = (Muon(ours, 0.1, 0.2), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2))
@@ -39,11 +40,21 @@ def test_singular_values_come_close_to_one() -> None:
     """Bug: a matrix of a stack is divided by the norm of the whole stack, or a zero matrix gives NaN."""
     stack = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
     stack[1] *= 1e-3
-    values = torch.linalg.svdvals(orthogonalize(stack))
+    values = torch.linalg.svdvals(orthogonalize(stack).float())
     assert bool(((values > 0.5) & (values < 1.5)).all())
     alone = orthogonalize(stack[1:2])
     torch.testing.assert_close(orthogonalize(stack)[1:2], alone)
     assert bool((orthogonalize(torch.zeros(1, 3, 2)) == 0).all())
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_products_are_of_bf16_where_a_cpu_is_fast_in_it(
+    has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches steps of a large head of which two thirds are products in fp32, and rounding where nothing is gained."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    stack = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(1))
+    assert orthogonalize(stack).dtype == (torch.bfloat16 if has_amx else torch.float32)
 
 
 def test_a_parameter_without_gradient_stays() -> None:
