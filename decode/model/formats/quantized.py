@@ -78,7 +78,7 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
     except UserError as error:
         if str(error).startswith(repr(name)):
             raise
-        raise UserError(f"{name!r}: {error}") from error
+        raise UserError(f"{name!r} ({q['quant_method']}): {error}") from error
     except Exception as error:  # damaged tensors fail in any of a dozen ways
         refused, reason = disk_error(error, folder), first_line(error)
         broken = f"the quantised weights of {name!r} cannot be read ({reason}): restore its files"
@@ -230,13 +230,19 @@ def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made:
     config.pop("quantization_config", None)
     write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
     names, load = open_tensors(weights)
+    layers = quantised_layers(names, q)
+    if not layers:
+        raise UserError(
+            f"config.json says that the weights are quantised ({q['quant_method']}), and no layer's are: restore its "
+            "files"
+        )
     _save_shards(plain_weights(names, load, q), made)
 
     def read(name: str) -> Tensor | None:
         return load(name) if name in names else None
 
     note: Config = {"source": source, "quant_method": q["quant_method"]}
-    note["act_order"] = any(is_act_order(layer, read) for layer in quantised_layers(names, q))
+    note["act_order"] = any(is_act_order(layer, read) for layer in layers)
     activations = activation_refusal(q)
     if activations == "":
         save_file(w8a8_scales(weights), made / SCALES_FILE)

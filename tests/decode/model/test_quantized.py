@@ -123,9 +123,60 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}, "b": {}}},
         "in the form 'mxfp4-pack-quantized'",
     ),
+    "2:4 sparse": (
+        "fp8-channels",
+        {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
+        "in the form 'sparse-24-bitmask'",
+    ),
+    "rotated while it runs": (
+        "int4-words",
+        {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}},
+        "activations that are rotated while it runs",
+    ),
+    "other bits than its words": (
+        "int4-words", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "of \\[3\\] bits",
+    ),
+    "a form of another case": ("modelopt-tensor", {"quant_algo": "w4a8_awq"}, "in the form 'w4a8_awq'"),
     "unknown method": ("fp8-tensor", {"quant_method": "mine"}, "quantised by 'mine', which is not read"),
     "no method": ("fp8-tensor", {"quant_method": ""}, "quantised by '', which is not read"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("fp8-channels", {"sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}}),
+        ("int4-words", {"transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_input"}]}}}}),
+        ("int4-words", {"sparsity_config": {}, "config_groups": {"a": {"weights": {"num_bits": 4}}}}),
+        ("modelopt-tensor", {"quant_algo": "fp8"}),
+    ],
+)  # fmt: skip
+def test_what_changes_no_number_is_read(form: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a refusal of weights that are rotated once and for all, of zeros that are stored, of ModelOpt's names in
+    small letters."""
+    model = quantized(form, tmp_path, **change)
+    got = load_target(str(tmp_path), "cpu").runner.model.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [([0, 1, 1], True), ([0, 0, 0], True), ([3, 16, 255], False)]
+)
+def test_bytes_beside_the_layers_are_masks_or_refused(
+    values: list[int], kept: bool, tmp_path: Path
+) -> None:
+    """Catches stacked weights of two numbers a byte that pass for a buffer by their name, and refused masks."""
+    quantized("awq", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.layers.0.some_blocks"] = torch.tensor(values, dtype=torch.uint8)
+    q = FORMS["awq"][0]
+    if kept:
+        got = dict(formats.plain_weights(tensors, tensors.__getitem__, q))
+        assert torch.equal(got["model.layers.0.some_blocks"], tensors["model.layers.0.some_blocks"])
+    else:
+        with pytest.raises(UserError, match="some_blocks is uint8, and no scale of it is known"):
+            dict(formats.plain_weights(tensors, tensors.__getitem__, q))
 
 
 def test_a_method_of_a_file_of_its_own_is_found(tmp_path: Path) -> None:
