@@ -22,7 +22,8 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     UserError that names the method for a form that is not read, and for weights without a scale: their bare numbers
     would be another model."""
     maps = {n: v for n, v in tensors.items() if n.rpartition(".")[2] in (*VOCAB_MAPS, "token_map")}
-    if all(value.dtype in WHOLE for name, value in tensors.items() if name not in maps):
+    others = {name: value for name, value in tensors.items() if name not in maps}
+    if all(value.dtype in WHOLE for value in others.values()):
         return tensors
     q = config.get("quantization_config") or {}
     method = str(q.get("quant_method") or "")
@@ -32,7 +33,7 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         reason = METHODS[q["quant_method"]].refusal(q)
         if reason:
             raise UserError(f"it {reason}: take the draft as it was before it was quantised")
-        return maps | dict(plain_weights(tensors.keys() - maps.keys(), tensors.__getitem__, q))
+        return maps | dict(plain_weights(others, q))
     except UserError as error:
         by = f"quantised by {method}" if method else "in few bits, and config.json names no method"
         raise UserError(f"its weights are {by}, and cannot be read: {error}") from error

@@ -6,7 +6,7 @@ al., arXiv 2306.00978.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,37 +306,31 @@ def is_act_order(name: str, read: Read) -> bool:
     return any(part is not None and bool((part.diff() < 0).any()) for part in stored)
 
 
-def quantised_layers(names: Collection[str], q: Config) -> set[str]:
+def quantised_layers(names: Iterable[str], q: Config) -> set[str]:
     """The layers that have one of the tensors that a method's layers have."""
     endings = METHODS[q["quant_method"]].endings
     return {name.removesuffix(end) for name in names for end in endings if name.endswith(end)}
 
 
-def plain_weights(
-    names: Collection[str], load: Callable[[str], Tensor], q: Config
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+def plain_weights(tensors: Mapping[str, Tensor], q: Config) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor in float32) of every weight among the tensors of a checkpoint with the config `q`.
 
     UserError for a layer that lacks a tensor, and for numbers in few bits without a scale.
     """
-
-    def read(name: str) -> Tensor | None:
-        return load(name) if name in names else None
-
-    layers = quantised_layers(names, q)
+    layers = quantised_layers(tensors, q)
     for layer in sorted(layers):
         try:
-            weight = METHODS[q["quant_method"]].weight(layer, read, q)
+            weight = METHODS[q["quant_method"]].weight(layer, tensors.get, q)
         except UserError as error:
             raise UserError(f"{layer}: {error}") from error
         if weight is None:
             raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
         yield f"{layer}.weight", weight
-    for name in sorted(names):
+    for name in sorted(tensors):
         quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
         if quantized or name.endswith(UNUSED):
             continue
-        tensor = load(name)
+        tensor = tensors[name]
         if tensor.is_floating_point() and tensor.element_size() > 1:
             yield name, tensor.float()
         elif tensor.dtype in (torch.int64, torch.bool) or (

@@ -172,11 +172,11 @@ def test_bytes_beside_the_layers_are_masks_or_refused(
     tensors["model.layers.0.some_blocks"] = torch.tensor(values, dtype=torch.uint8)
     q = FORMS["awq"][0]
     if kept:
-        got = dict(formats.plain_weights(tensors, tensors.__getitem__, q))
+        got = dict(formats.plain_weights(tensors, q))
         assert torch.equal(got["model.layers.0.some_blocks"], tensors["model.layers.0.some_blocks"])
     else:
         with pytest.raises(UserError, match="some_blocks is uint8, and no scale of it is known"):
-            dict(formats.plain_weights(tensors, tensors.__getitem__, q))
+            dict(formats.plain_weights(tensors, q))
 
 
 def test_a_method_of_a_file_of_its_own_is_found(tmp_path: Path) -> None:
