@@ -268,6 +268,10 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
         COMPRESSED | {"format": "pack-quantized"},
         lambda i, o, seed: pack_words(i, o, seed, 4, symmetric=False),
     ),
+    "int4-words-act-order": (
+        COMPRESSED | {"format": "pack-quantized"},
+        lambda i, o, seed: pack_words(i, o, seed, 4, symmetric=True, act_order=True),
+    ),
     "int8-words-act-order": (
         COMPRESSED | {"format": "pack-quantized"},
         lambda i, o, seed: pack_words(i, o, seed, 8, symmetric=False, act_order=True),

@@ -67,7 +67,6 @@ def write_texts(
 def write_manifest(
     s: SampleConfig,
     reader: TargetTokenizer,
-    prompts: Sequence[TokenizedPrompt],
     counts: dict[str, int],
 ) -> None:
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
@@ -85,7 +84,7 @@ def write_manifest(
         engine=s.engine,
         encoder_decoder=reader.encoder_decoder,
         template=reader.template,
-        row_templates=manifest.count_arguments(prompt.arguments for prompt in prompts),
+        row_templates=manifest.count_arguments(sample_store.row_arguments(Path(s.out))),
     )
     manifest.write_manifest(Path(s.out), made)
 
@@ -125,27 +124,28 @@ def count_answers(
 ) -> dict[str, int]:
     """The manifest's counts: asked = answered + failed + answers_too_short + skipped, and why prompts were dropped.
 
+    Rows of prompts that earlier starts asked, and this one does not, count as well: the set has them.
     Only a server's answers can be skipped; their counts also say why. UserError if it has given no usable answer at
     all: then something is wrong with all of them.
     """
     ends = sample_store.row_ends(Path(s.out))
-    found = [ends[prompt.id] for prompt in prompts if prompt.id in ends]
-    answered = sum(supervised for supervised, _ in found)
-    ended = Counter(reason for _, reason in found)
+    asked = ends.keys() | {prompt.id for prompt in prompts}
+    answered = sum(supervised for supervised, _ in ends.values())
+    ended = Counter(reason for _, reason in ends.values())
     skipped = {reason: ended[reason] for reason in SKIPPED} if s.served else {}
     total = {"skipped": sum(skipped.values())} if s.served else {}
     if s.served and answered == 0:
         reasons = failures + Counter(skipped)
         why = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
         raise UserError(
-            f"the server at {s.url or 'a port of this machine'} answered none of {len(prompts)} prompts so that "
+            f"the server at {s.url or 'a port of this machine'} answered none of {len(asked)} prompts so that "
             f"training could use it ({why or 'all are too short or too long'})"
         )
     return {
-        "asked": len(prompts),
+        "asked": len(asked),
         "answered": answered,
-        "failed": len(prompts) - len(found),
-        "answers_too_short": len(found) - answered - sum(skipped.values()),
+        "failed": len(asked) - len(ends),
+        "answers_too_short": len(ends) - answered - sum(skipped.values()),
         **skipped,
         **total,
         **dropped,
@@ -300,7 +300,7 @@ def write_answers(
         if not state.is_main_process:
             return
         counts = count_answers(s, prompts, dropped, failures)
-        write_manifest(s, reader, prompts, counts)
+        write_manifest(s, reader, counts)
         too_long = len(prompts) - len(fitting)
         console.print(
             f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "

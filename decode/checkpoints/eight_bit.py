@@ -11,10 +11,9 @@ import torch
 
 from decode.checkpoints.layouts import VOCAB_MAPS, Tensors
 from decode.common.errors import UserError, first_line
-from decode.model.formats.packed_weights import METHODS, UNUSED, plain_weights, scaled_weight
+from decode.model.formats.packed_weights import METHODS, plain_weights
 
-SCALES = (torch.float32, torch.bfloat16, torch.float16)
-WHOLE = (*SCALES, torch.float64, torch.int64, torch.bool)
+WHOLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 """Dtypes of tensors that are what they say: weights, and buffers."""
 
 
@@ -22,22 +21,19 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     """The tensors with every weight in float32 that was in eight bits or fewer; the same object where none was.
     UserError that names the method for a form that is not read, and for weights without a scale: their bare numbers
     would be another model."""
-    packed = [
-        name
-        for name, value in tensors.items()
-        if name.rpartition(".")[2] not in (*VOCAB_MAPS, "token_map") and value.dtype not in WHOLE
-    ]
-    if not packed:
+    maps = {n: v for n, v in tensors.items() if n.rpartition(".")[2] in (*VOCAB_MAPS, "token_map")}
+    others = {name: value for name, value in tensors.items() if name not in maps}
+    if all(value.dtype in WHOLE for value in others.values()):
         return tensors
     q = config.get("quantization_config") or {}
     method = str(q.get("quant_method") or "")
+    if method not in METHODS:
+        q = q | {"quant_method": "fp8"}  # scales beside the weights, of which int8 has the same
     try:
-        if method in METHODS:
-            reason = METHODS[method].refusal(q)
-            if reason:
-                raise UserError(f"it {reason}: take the draft as it was before it was quantised")
-            return dict(plain_weights(tensors, tensors.__getitem__, q))
-        return _by_scales(tensors, packed, method)
+        reason = METHODS[q["quant_method"]].refusal(q)
+        if reason:
+            raise UserError(f"it {reason}: take the draft as it was before it was quantised")
+        return maps | dict(plain_weights(others, q))
     except UserError as error:
         by = f"quantised by {method}" if method else "in few bits, and config.json names no method"
         raise UserError(f"its weights are {by}, and cannot be read: {error}") from error
@@ -45,19 +41,3 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         raise UserError(
             f"its quantised weights cannot be read ({first_line(error)}): restore its files"
         ) from error
-
-
-def _by_scales(tensors: Tensors, packed: list[str], method: str) -> Tensors:
-    """Eight-bit weights times the scales beside them: `weight_scale`, or `weight_scale_inv` for blocks of 128 × 128."""
-    found = dict(tensors)
-    for name in packed:
-        weight = tensors[name]
-        scales = [name + end for end in ("_scale", "_scale_inv") if name + end in tensors]
-        eight = weight.itemsize == 1 and weight.dtype not in (torch.uint8, torch.bool)
-        if not eight or len(scales) != 1 or tensors[scales[0]].dtype not in SCALES:
-            raise UserError(
-                f"{name} is {str(weight.dtype).removeprefix('torch.')}, and no scale of it is known"
-            )
-        scale = found.pop(scales[0])
-        found[name] = scaled_weight(weight, scale)
-    return {name: value for name, value in found.items() if not name.endswith(UNUSED)}

@@ -25,9 +25,8 @@ Known = Collection[str]
 WITHHELD = "not published"
 PART = r"\w[\w.@+-]*"
 OWN_FOLDERS = (*BUNDLED, "outputs")
-OPEN_NAME = (
-    rf"{PART}(?:/{PART})?|{PART}/{PART}/{PART}\.gguf|(?:{'|'.join(OWN_FOLDERS)})(?:/{PART}){{1,5}}|"
-)
+OWN_PATH = rf"(?:{'|'.join(OWN_FOLDERS)})(?:/{PART}){{1,5}}"
+OPEN_NAME = rf"{PART}(?:/{PART})?|{PART}/{PART}/{PART}\.gguf|{OWN_PATH}|"
 """A Hub name, or a path that says nothing of a machine: in the project's own folders, or of two parts at most."""
 OUTSIDE = rf"[/~.]|[A-Za-z][\w.+-]*:[/\\]|{PART}/"
 SNAPSHOT = re.compile(
@@ -116,6 +115,13 @@ def publish_place(value: Any, known: Known) -> str:
     return shown if re.fullmatch(OPEN_NAME, shown) else NAME.publish(display_name(shown), known)
 
 
+def publish_folder(value: Any, known: Known) -> str:
+    """`publish_place` of what can only be a folder of this disk: of owner/name, as of every path, the last part."""
+    shown = publish_place(value, known)
+    is_path = shown == value and not re.fullmatch(OWN_PATH, shown)
+    return display_name(shown) if is_path else shown
+
+
 def publish_served_name(value: Any, known: Known) -> str:
     try:
         return publish_place(value, known)
@@ -143,6 +149,7 @@ Word = Annotated[str, WORD]  # A word of this program: a loss, a rule, a family
 Version = Annotated[str, VERSION]
 Setting = Annotated[str, SETTING]  # A draft length or tree as tables show it
 Place = Annotated[str, Kind(publish_place)]
+Folder = Annotated[str, Kind(publish_folder)]  # A folder, where no Hub name can stand
 Digest = Annotated[str, Kind(publish_digest)]
 Revision = Annotated[str, Kind(publish_revision)]  # A branch, a tag, or a commit as a Digest
 ServedName = Annotated[str, Kind(publish_served_name)]

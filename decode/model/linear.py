@@ -6,10 +6,13 @@ rows with one large weight take 0.8 to 0.95 of the time of those with its parts 
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
@@ -115,6 +118,10 @@ COMPILED_ROWS = 6
 24 rows take four times as long by them."""
 
 
+THREADS_FROM = 1 << 20
+"""Bytes from which threads share the hash of a weight, which lets go of Python's lock."""
+
+
 @dataclass
 class Requests:
     """Counts the requests of all engines: `REQUESTS`, the only instance."""
@@ -144,11 +151,21 @@ def pack_for_compiled_code() -> None:
             layer.pack()
 
 
-def digest(tensor: Tensor) -> int:
-    """A hash of the bytes of a tensor on a CPU; 0 for one elsewhere, of which no copies are made."""
+def digest(tensor: Tensor) -> tuple[int, ...]:
+    """Hashes of the bytes of a tensor on a CPU, one for the part of each of torch's threads; () for one elsewhere, of
+    which no copies are made."""
     if tensor.device.type != "cpu":
-        return 0
-    return xxhash.xxh3_64_intdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return ()
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    threads = torch.get_num_threads()
+    if threads == 1 or len(content) < THREADS_FROM:
+        return (xxhash.xxh3_64_intdigest(content.data),)
+    return tuple(pool(threads).map(xxhash.xxh3_64_intdigest, np.array_split(content, threads)))
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)
 
 
 class PackedLinear(torch.nn.Linear):
@@ -263,7 +280,7 @@ class PackedLinear(torch.nn.Linear):
         """Drops the copies if the weight or the bias are not those that were copied: by all their numbers, since writes
         through `.data` are counted nowhere. One read of a weight a request takes as long as a token."""
         weight = self.weight.detach()
-        bias = 0 if self.bias is None else digest(self.bias.detach())
+        bias = () if self.bias is None else digest(self.bias.detach())
         state = weight.data_ptr(), weight.dtype, digest(weight), bias
         if self.packed_from != state:
             self.drop_copies()

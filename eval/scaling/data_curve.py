@@ -13,7 +13,7 @@ import numpy as np
 
 from decode.common.errors import UserError
 from decode.common.provenance import Hardware
-from decode.common.published import Digest, Name, Place, Private, Version, Word
+from decode.common.published import Digest, Folder, Name, Private, Version, Word
 from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate
 from eval.metrics.bootstrap import Array, Interval, Ratio
@@ -97,7 +97,7 @@ class DataCurve:
 
     schema: int
     target: TargetRecord
-    data: Place | None = None
+    data: Folder | None = None
     family: Word
     loss: Word | None = None
     tasks: list[Name] = field(default_factory=list)

@@ -324,3 +324,27 @@ def test_another_run_s_folder_is_refused_until_told(
     assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:8]))
     assert not kept.items() & contents(tmp_path / "out").items()
     assert read_manifest(tmp_path / "out").seed == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "shards"),
+    [(slice(0, 3), 2), (slice(6, 8), 2), (slice(4, 12), 3), (slice(48, 50), 3)],
+    ids=["fewer", "of the last shard", "some others", "all others"],
+)
+def test_the_manifest_counts_the_rows_of_the_shards(
+    asked: slice, shards: int, world: World, small: Callable, tmp_path: Path
+) -> None:
+    """Catches a set of 8 rows that counts 3, because the last start asked 3 prompts of them."""
+    assert small().code == 0
+    first = set(rows_of(tmp_path / "out"))
+    now = world.texts[asked]
+    other = sources(worlds.write_prompts(tmp_path / "other.jsonl", now))
+    assert small("--sources", other, "--resume", "true").code == 0
+    made, rows = load_set(tmp_path / "out")
+    wanted = first | set(ids_of(world, [text for text in now if text != TOO_LONG]))
+    assert {row["id"] for row in rows} == wanted
+    assert made.counts["answered"] + made.counts["answers_too_short"] == len(wanted)
+    assert made.counts["failed"] == (TOO_LONG in now)
+    assert made.counts["asked"] == len(wanted) + made.counts["failed"]
+    assert len(made.shards or {}) == shards
+    assert sum(shard.rows or 0 for shard in (made.shards or {}).values()) == len(wanted)

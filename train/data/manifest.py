@@ -36,7 +36,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class RowTemplate:
-    """Arguments of the chat template that rows have of their own, and how many prompts have them."""
+    """Arguments of the chat template that rows have of their own, and how many rows have them."""
 
     arguments: dict[Name, Argument]
     prompts: int
@@ -78,9 +78,9 @@ class Manifest:
         return [{**self.template, **arguments} for arguments in own]
 
 
-def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[RowTemplate]:
-    """`Manifest.row_templates` of prompts with these arguments of their own."""
-    counts = Counter(json.dumps(own or {}, sort_keys=True) for own in found)
+def count_arguments(found: Iterable[dict[str, Any]]) -> list[RowTemplate]:
+    """`Manifest.row_templates` of rows with these arguments of their own."""
+    counts = Counter(json.dumps(own, sort_keys=True) for own in found)
     if set(counts) <= {"{}"}:
         return []
     frequent = counts.most_common(MOST_TEMPLATES)

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, cast, overload
+from typing import Any, Literal, NotRequired, TypedDict, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -212,6 +212,13 @@ def row_ends(folder: Path) -> dict[str, tuple[bool, str]]:
         ends |= zip(ids[-1].to_pylist(), zip(spans, reasons, strict=True), strict=True)
     _check_unique_ids(ids, folder)
     return ends
+
+
+def row_arguments(folder: Path) -> Iterator[dict[str, Any]]:
+    """Each row's own arguments of the chat template. UserError for a damaged shard."""
+    for path in shard_paths(folder):
+        for text in _read(path, [OPTIONAL]).column(OPTIONAL).to_pylist():
+            yield json.loads(text or "{}")
 
 
 def ids_in(path: Path, check_rows: bool = False) -> list[str]:

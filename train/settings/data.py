@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from decode.common.errors import UserError
-from decode.common.published import Place
+from decode.common.published import Folder
 from decode.common.ranges import Count, CountOrZero, Seed, Share, above, at_least, zero_or
 from decode.common.template_choice import TemplateSetting
 
@@ -73,7 +73,7 @@ class FilterConfig:
 class MixturePart:
     """One sampled set of a mixture."""
 
-    path: Place
+    path: Folder
     """Folder of the sampled set."""
     weight: Annotated[float, above(0)] = 1.0
     """Its share of the training rows, relative to the weights of the other sets."""
@@ -83,7 +83,7 @@ class MixturePart:
 
 
 Supervised = Literal["answers", "all"]
-DataSpec = Place | list[MixturePart]
+DataSpec = Folder | list[MixturePart]
 """The folder of one sampled set, or several with weights."""
 
 

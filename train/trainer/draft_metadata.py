@@ -35,7 +35,7 @@ def build_metadata(
 ) -> DraftMetadata:
     """What is known before the draft is saved; `s` are the settings of train/distill.py."""
     training = to_dict(s)
-    for group, key in ((training, "target"), (training["draft"], "init")):
+    for group, key in ((training, "target"), (training, "tokenizer"), (training["draft"], "init")):
         if group.get(key):
             group[key], commit = recorded_name(group[key])
             training["revision"] = training["revision"] or (commit if key == "target" else None)

@@ -6,7 +6,7 @@ al., arXiv 2306.00978.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ UNUSED = tuple(
     for end in ("_scale", "_zero_point")
 )
 """Tensors for activations and K/V in eight bits; here both keep the dtype that is computed in."""
+SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of scales that are times another one."""
+CODES = (torch.uint8, torch.bool, torch.float8_e8m0fnu)
+"""Dtypes of one byte that are no numbers of a weight: two numbers a byte, masks, exponents."""
 COMPRESSED_FORMS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 MODELOPT_FORMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 
@@ -73,29 +77,36 @@ def group_of_inputs(stored: Tensor | None, inputs: int, groups: int, stated: Any
 
 
 def scaled_weight(
-    weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK, group: Tensor | None = None
+    numbers: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    block: tuple[int, int] = BLOCK,
+    group: Tensor | None = None,
 ) -> Tensor:
-    """weight [out, in] in eight bits times a `scale` of one number, or [out], or [out, G] for groups of inputs (`group`
-    [in] says which, else they follow each other), or one number for each block of `block` rows and columns, of which
-    the last may be smaller. UserError for a scale of another shape, or that is a code itself."""
-    if not scale.is_floating_point() or weight.itemsize > 1 or weight.dtype == torch.bool:
-        raise UserError(f"a weight of {weight.dtype} has a scale of {scale.dtype}")
-    weight, scale = weight.float(), scale.float()
-    rows, columns = weight.shape
-    if scale.ndim == 4:  # ModelOpt: [rows, 1, columns, 1]
-        scale = scale[:, 0, :, 0]
-    if scale.numel() == 1:
-        return weight * scale.reshape(1, 1)
-    if len(scale) == rows and scale.ndim <= 2:
-        scale = scale.reshape(rows, -1)
-        return weight * scale[:, group_of_inputs(group, columns, scale.shape[1])]
-    if tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
-        full = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        return weight * full[:rows, :columns]
-    raise UserError(
-        f"a scale of shape {list(scale.shape)} is not one for each row of {rows} x {columns}, and is not one for each "
-        f"block of {block[0]} x {block[1]}"
-    )
+    """[out, in] in float32: `numbers` less the zero points of the scale's shape, if there are any, times a `scale` of
+    one number, or [out], or [out, G] for groups of inputs (`group` [in] says which, else they follow each other), or
+    one number for each block of `block` rows and columns, of which the last may be smaller. UserError for a scale of
+    another shape."""
+    rows, columns = numbers.shape
+
+    def of_each(parts: Tensor) -> Tensor:
+        if parts.ndim == 4:  # ModelOpt: [rows, 1, columns, 1]
+            parts = parts[:, 0, :, 0]
+        if parts.numel() == 1:
+            return parts.reshape(1, 1)
+        if len(parts) == rows and parts.ndim <= 2:
+            parts = parts.reshape(rows, -1)
+            return parts[:, group_of_inputs(group, columns, parts.shape[1])]
+        if tuple(parts.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+            full = parts.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            return full[:rows, :columns]
+        raise UserError(
+            f"a scale of shape {list(parts.shape)} is not one for each row of {rows} x {columns}, and is not one for "
+            f"each block of {block[0]} x {block[1]}"
+        )
+
+    own = numbers.float() if zero is None else numbers.float() - of_each(zero.float())
+    return own * of_each(scale.float())
 
 
 # ---- GPTQ and AWQ ----
@@ -110,14 +121,14 @@ def stated_of_layer(name: str, q: Config) -> Config:
     return q
 
 
-def _layer_bits(name: str, words: Tensor, count: int, q: Config) -> int:
+def _layer_bits(words: Tensor, count: int, q: Config) -> int:
     """Bits of `count` numbers in a row of `words` [N, W]. UserError if config.json says another number of bits."""
     bits, rest = divmod(words.shape[1] * WORD_BITS, count)
     stated = q.get("bits", bits)
     if rest or bits != stated or bits not in (2, 4, 8):
         held = f"numbers of {bits} bits" if not rest else "words for no whole number of bits"
         raise UserError(
-            f"{name} has {held}, and config.json says {stated}; those of 2, 4 and 8 are read"
+            f"it has {held}, and config.json says {stated}; those of 2, 4 and 8 are read"
         )
     return bits
 
@@ -154,10 +165,10 @@ def _gptq(name: str, read: Read, q: Config) -> Tensor | None:
     if qweight is None or qzeros is None or scales is None:
         return None
     q = stated_of_layer(name, q)
-    bits = _layer_bits(name, qzeros, scales.shape[1], q)
+    bits = _layer_bits(qzeros, scales.shape[1], q)
     numbers = unpack(qweight.T, bits)  # [out, in]
     group = group_of_inputs(group, numbers.shape[1], len(scales), q.get("group_size"))
-    return (numbers - _gptq_zeros(qzeros, bits, q)[group].T).float() * scales.float()[group].T
+    return scaled_weight(numbers, scales.T, _gptq_zeros(qzeros, bits, q).T, group=group)
 
 
 def _check_awq(q: Config) -> str:
@@ -179,37 +190,69 @@ def _awq(name: str, read: Read, q: Config) -> Tensor | None:
     qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
     if qweight is None or qzeros is None or scales is None:
         return None
-    _layer_bits(name, qweight, scales.shape[1], {"bits": 4})
-    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
+    _layer_bits(qweight, scales.shape[1], {"bits": 4})
+    numbers, zeros = (_in_order(unpack(words, 4)).T for words in (qweight, qzeros))
     stated = q.get("group_size", q.get("q_group_size"))
-    group = group_of_inputs(None, len(numbers), len(scales), stated)
-    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
+    group = group_of_inputs(None, numbers.shape[1], len(scales), stated)
+    return scaled_weight(numbers, scales.T, zeros, group=group)
 
 
 # ---- eight bits with a scale, and compressed-tensors ----
 
 
+def _parts(q: Config) -> list[Config]:
+    """What compressed-tensors states of the weights of each group of layers."""
+    return [group.get("weights") or {} for group in (q.get("config_groups") or {}).values()]
+
+
 def _block(q: Config) -> tuple[int, int]:
     """Rows and columns of a block of one scale, as config.json states them in either place."""
-    parts = [group.get("weights") or {} for group in (q.get("config_groups") or {}).values()]
-    stated = [q.get("weight_block_size"), *(part.get("block_structure") for part in parts)]
+    stated = [q.get("weight_block_size"), *(part.get("block_structure") for part in _parts(q))]
     rows, columns = next((block for block in stated if block), BLOCK)
     return int(rows), int(columns)
 
 
 def _eight_bits(name: str, read: Read, q: Config) -> Tensor | None:
-    """From a weight [out, in] in FP8 or int8, its scale, and zero points of the scale's shape, if it has any."""
-    weight, group = read(f"{name}.weight"), read(f"{name}.weight_g_idx")
-    scales = [read(f"{name}.weight_scale{end}") for end in ("", "_inv")]
-    scale = scales[0] if scales[0] is not None else scales[1]
+    """From a weight [out, in] in FP8 or int8, or its numbers in words; its scale; and zero points and each input's
+    group [in], if it has any."""
+    weight, scale, inverse, zero, group, words, shape = (
+        read(f"{name}.weight{end}")
+        for end in ("", "_scale", "_scale_inv", "_zero_point", "_g_idx", "_packed", "_shape")
+    )
+    scale = inverse if scale is None else scale
+    if words is not None and shape is not None:
+        weight, zero = _numbers(words, shape.tolist(), zero, q)
+    elif weight is not None and (weight.itemsize > 1 or weight.dtype in CODES):
+        raise _no_scale("weight", weight)
     if weight is None or scale is None:
         return None
-    zero = read(f"{name}.weight_zero_point")
-    if zero is None or not bool(zero.float().any()):
-        return scaled_weight(weight, scale, _block(q), group)
-    ones = torch.ones_like(weight)
-    zeros = scaled_weight(ones, zero.float(), _block(q), group)
-    return (weight.float() - zeros) * scaled_weight(ones, scale, _block(q), group)
+    if not scale.is_floating_point() or scale.dtype in SCALED:
+        raise _no_scale("weight_scale", scale)
+    return scaled_weight(weight, scale, zero, _block(q), group)
+
+
+def _no_scale(name: str, tensor: Tensor) -> UserError:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return UserError(f"{name} is {kind}, and no scale of it is known")
+
+
+def _numbers(
+    words: Tensor, shape: list[int], zero: Tensor | None, q: Config
+) -> tuple[Tensor, Tensor | None]:
+    """(numbers [out, in], zero points) of compressed-tensors' `words` [out, in * bits / 32]. Numbers, and zero points
+    where they are in words [out * bits / 32, G], are stored plus half their range."""
+    outputs, inputs = shape
+    bits = {-(-inputs * b // WORD_BITS): b for b in (8, 4)}.get(words.shape[1])
+    stated = {part.get("num_bits", bits) for part in _parts(q)} or {bits}
+    if bits is None or bits not in stated:
+        raise UserError(
+            f"it has {words.shape[1]} words for {inputs} numbers of {sorted(stated, key=str)} bits; those of 4 "
+            "and 8 are read"
+        )
+    middle = 2 ** (bits - 1)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = unpack(zero.T, bits).T[:outputs] - middle
+    return unpack(words, bits)[:, :inputs] - middle, zero
 
 
 def _check_fp8(q: Config) -> str:
@@ -218,7 +261,7 @@ def _check_fp8(q: Config) -> str:
 
 def _check_modelopt(q: Config) -> str:
     form = q.get("quant_algo")
-    if form in MODELOPT_FORMS:
+    if str(form).upper() in MODELOPT_FORMS:
         return ""
     return f"has ModelOpt weights in the form {form!r}; {', '.join(MODELOPT_FORMS)} are read"
 
@@ -226,41 +269,15 @@ def _check_modelopt(q: Config) -> str:
 def _check_compressed(q: Config) -> str:
     groups = (q.get("config_groups") or {}).values()
     forms = {group.get("format") or q.get("format") for group in groups} or {q.get("format")}
+    forms |= {(q.get("sparsity_config") or {}).get("format", "dense")} - {"dense"}
     strange = sorted(str(form) for form in forms if form not in COMPRESSED_FORMS)
-    if not strange:
-        return ""
-    return (
-        f"has compressed tensors in the form {strange[0]!r}; {', '.join(COMPRESSED_FORMS)} are read"
-    )
-
-
-def _compressed(name: str, read: Read, q: Config) -> Tensor | None:
-    words, scale = read(f"{name}.weight_packed"), read(f"{name}.weight_scale")
-    if words is None:
-        return _eight_bits(name, read, q)
-    shape, zero = read(f"{name}.weight_shape"), read(f"{name}.weight_zero_point")
-    return (
-        None if shape is None or scale is None else _packed(name, words, shape, scale, zero, read)
-    )
-
-
-def _packed(
-    name: str, words: Tensor, shape: Tensor, scale: Tensor, zero: Tensor | None, read: Read
-) -> Tensor:
-    """From `words` [out, in * bits / 32], `shape` (out, in), `scale` [out, G], zero points [out * bits / 32, G] of the
-    asymmetric form, and each input's group [in] of the one in act-order. Numbers are stored plus half their range."""
-    outputs, inputs = shape.tolist()
-    bits = {-(-inputs * b // WORD_BITS): b for b in (8, 4)}.get(words.shape[1])
-    if bits is None or not scale.is_floating_point():
-        raise UserError(f"{name} has numbers of neither 4 nor 8 bits, or scales in few bits")
-    middle = 2 ** (bits - 1)
-    numbers = unpack(words, bits)[:, :inputs] - middle
-    group = group_of_inputs(read(f"{name}.weight_g_idx"), inputs, scale.shape[1])
-    if zero is not None and zero.dtype == torch.int32:
-        numbers = numbers - (unpack(zero.T, bits).T[:outputs] - middle)[:, group]
-    elif zero is not None and bool(zero.float().any()):
-        raise UserError(f"{name} has zero points that are not packed")
-    return numbers.float() * scale.float()[:, group]
+    if strange:
+        return f"has compressed tensors in the form {strange[0]!r}; {', '.join(COMPRESSED_FORMS)} are read"
+    turned = (q.get("transform_config") or {}).get("config_groups") or {}
+    places = {part.get("location") for group in turned.values() for part in group.get("apply", ())}
+    if places - {"weight_input", "weight_output"}:
+        return "has activations that are rotated while it runs (transform_config)"
+    return ""
 
 
 METHODS = {
@@ -269,7 +286,7 @@ METHODS = {
     "fp8": PackedForm(_check_fp8, _eight_bits, (".weight_scale_inv", ".weight_scale")),
     "modelopt": PackedForm(_check_modelopt, _eight_bits, (".weight_scale",)),
     "compressed-tensors": PackedForm(
-        _check_compressed, _compressed, (".weight_packed", ".weight_scale", ".weight_zero_point")
+        _check_compressed, _eight_bits, (".weight_packed", ".weight_scale", ".weight_zero_point")
     ),
 }
 """By quant_method."""
@@ -289,47 +306,36 @@ def is_act_order(name: str, read: Read) -> bool:
     return any(part is not None and bool((part.diff() < 0).any()) for part in stored)
 
 
-def quantised_layers(names: Collection[str], q: Config) -> set[str]:
+def quantised_layers(names: Iterable[str], q: Config) -> set[str]:
     """The layers that have one of the tensors that a method's layers have."""
     endings = METHODS[q["quant_method"]].endings
     return {name.removesuffix(end) for name in names for end in endings if name.endswith(end)}
 
 
-def plain_weights(
-    names: Collection[str], load: Callable[[str], Tensor], q: Config
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+def plain_weights(tensors: Mapping[str, Tensor], q: Config) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor in float32) of every weight among the tensors of a checkpoint with the config `q`.
 
-    UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
+    UserError for a layer that lacks a tensor, and for numbers in few bits without a scale.
     """
-    method = q["quant_method"]
-
-    def read(name: str) -> Tensor | None:
-        return load(name) if name in names else None
-
-    layers = quantised_layers(names, q)
-    if not layers:
-        raise UserError(
-            f"config.json says that the weights are quantised ({method}), and no layer's are: restore its files"
-        )
+    layers = quantised_layers(tensors, q)
     for layer in sorted(layers):
         try:
-            weight = METHODS[method].weight(layer, read, q)
+            weight = METHODS[q["quant_method"]].weight(layer, tensors.get, q)
         except UserError as error:
-            raise UserError(f"{layer} ({method}): {error}") from error
+            raise UserError(f"{layer}: {error}") from error
         if weight is None:
             raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
         yield f"{layer}.weight", weight
-    for name in sorted(names):
+    for name in sorted(tensors):
         quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
         if quantized or name.endswith(UNUSED):
             continue
-        tensor = load(name)
+        tensor = tensors[name]
         if tensor.is_floating_point() and tensor.element_size() > 1:
             yield name, tensor.float()
         elif tensor.dtype in (torch.int64, torch.bool) or (
-            tensor.dtype == torch.uint8 and not name.endswith(".weight")
+            tensor.dtype == torch.uint8 and not bool((tensor > 1).any())
         ):  # a buffer, such as a mask
             yield name, tensor
         else:
-            raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known ({method})")
+            raise _no_scale(name, tensor)

@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
     except UserError as error:
         if str(error).startswith(repr(name)):
             raise
-        raise UserError(f"{name!r}: {error}") from error
+        raise UserError(f"{name!r} ({q['quant_method']}): {error}") from error
     except Exception as error:  # damaged tensors fail in any of a dozen ways
         refused, reason = disk_error(error, folder), first_line(error)
         broken = f"the quantised weights of {name!r} cannot be read ({reason}): restore its files"
@@ -229,27 +229,39 @@ def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made:
     config = read_json_object(folder / "config.json", "a config.json")
     config.pop("quantization_config", None)
     write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
-    names, load = open_tensors(weights)
-    _save_shards(plain_weights(names, load, q), made)
-
-    def read(name: str) -> Tensor | None:
-        return load(name) if name in names else None
-
+    tensors = StoredTensors(weights)
+    layers = quantised_layers(tensors, q)
+    if not layers:
+        raise UserError(
+            f"config.json says that the weights are quantised ({q['quant_method']}), and no layer's are: restore its "
+            "files"
+        )
+    _save_shards(plain_weights(tensors, q), made)
     note: Config = {"source": source, "quant_method": q["quant_method"]}
-    note["act_order"] = any(is_act_order(layer, read) for layer in quantised_layers(names, q))
+    note["act_order"] = any(is_act_order(layer, tensors.get) for layer in layers)
     activations = activation_refusal(q)
     if activations == "":
-        save_file(w8a8_scales(weights), made / SCALES_FILE)
+        save_file(w8a8_scales(tensors), made / SCALES_FILE)
     elif activations is not None:
         note["activations"] = activations
     write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
-def open_tensors(files: list[Path]) -> tuple[Collection[str], Callable[[str], Tensor]]:
-    """(names of all tensors in the safetensors `files`, what gives the tensor of a name)."""
-    opened = [safe_open(file, framework="pt") for file in files]
-    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return place.keys(), lambda name: place[name].get_tensor(name)
+class StoredTensors(Mapping[str, Tensor]):
+    """All tensors of safetensors files by name, each read when it is asked for."""
+
+    def __init__(self, files: list[Path]):
+        opened = [safe_open(file, framework="pt") for file in files]
+        self.place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.place[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.place)
+
+    def __len__(self) -> int:
+        return len(self.place)
 
 
 def is_scattered(folder: str) -> bool:
@@ -291,15 +303,11 @@ def activation_refusal(q: Config) -> str | None:
     return "" if all(part.get("dynamic") is True for part in inputs) else "static activations"
 
 
-def w8a8_scales(files: list[Path]) -> dict[str, Tensor]:
-    """{layer: scales [out] in float32} of the layers in int8 in the safetensors `files`."""
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name.endswith(".weight_scale"):
-                    found[name.removesuffix(".weight_scale")] = tensors.get_tensor(name).float()
-    return {name: scale.flatten().contiguous() for name, scale in found.items()}
+def w8a8_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """{layer: scales [out] in float32} of the layers in int8."""
+    end = ".weight_scale"
+    found = {name.removesuffix(end): tensors[name] for name in tensors if name.endswith(end)}
+    return {name: scale.float().flatten().contiguous() for name, scale in found.items()}
 
 
 def stored_scales(folder: str, name: str) -> dict[str, Tensor]:

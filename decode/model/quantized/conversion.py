@@ -64,6 +64,7 @@ def quantize_model(
     if reason:
         raise UserError(f"{what}: dtype {dtype} {reason}: choose another dtype")
     say_what_stays(model, dtype, what)
+    say_what_is_slow(dtype)
     if stored and dtype == "w8a8":
         restore_layers(model, stored, what)
         return
@@ -98,6 +99,7 @@ def quantize_network(network: nn.Module, dtype: str) -> None:
     device = next(network.parameters()).device
     if device.type != "cpu":
         raise UserError(f"dtype {dtype} of this draft is for a CPU: choose another one on {device}")
+    say_what_is_slow(dtype)
     for name in [
         name for name, part in network.named_modules() if type(part) in (nn.Linear, Conv1D)
     ]:
@@ -170,7 +172,7 @@ def say_what_has_more_bits(model: Any, what: str, scattered: bool) -> None:
 
 
 def say_what_stays(model: Any, dtype: str, what: str) -> None:
-    """A line where experts keep their dtype, and one where the CPU has no products of eight bits."""
+    """A line where experts keep their dtype."""
     experts = sum(p.numel() for p in layer_stack(model).parameters() if p.ndim == 3)
     if experts > 0:
         share = experts / sum(p.numel() for p in model.parameters())
@@ -178,8 +180,18 @@ def say_what_stays(model: Any, dtype: str, what: str) -> None:
             f"{what}: its experts are stacked tensors and no linear layers, and keep their dtype: {share:.0%} of its "
             f"weights are not {dtype}"
         )
-    if dtype == "w8a8" and what_is_missing():
+
+
+WITHOUT_PRODUCTS = {
+    "w8a8": "is exact and takes less memory, but it is slower than float32",
+    "int4": "takes less memory, but its products are torch's own in bfloat16, which take longer",
+}
+
+
+def say_what_is_slow(dtype: str) -> None:
+    """A line where the CPU has no products of whole numbers for this dtype."""
+    if dtype in WITHOUT_PRODUCTS and what_is_missing():
         damage.warn_once(
             f"there are no products of whole numbers in eight bits here ({what_is_missing()}): "
-            "dtype w8a8 is exact and takes less memory, but it is slower than float32"
+            f"dtype {dtype} {WITHOUT_PRODUCTS[dtype]}"
         )

@@ -61,7 +61,12 @@ def test_a_head_of_no_known_layout_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", "model.mtp_block.0.norm.weight"],
+    [
+        "mtp.fc.weight",
+        "mtp.layers.0.mlp.gate_proj.weight",
+        "model.mtp_layers.0.input_proj.weight",
+        "model.mtp_block.0.norm.weight",
+    ],
 )
 def test_mtp_layers_of_other_layouts_are_refused_by_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

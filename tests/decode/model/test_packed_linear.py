@@ -125,6 +125,23 @@ def test_parts_that_are_set_through_data_are_seen(part: str, dtype: torch.dtype)
     torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_part_of_a_weight_is_hashed(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a number that lies in no thread's part, where threads do not divide the weight, and rows that exchange
+    their places."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(linear, "THREADS_FROM", 64)
+    weight = torch.arange(11 * 13, dtype=torch.float32).view(11, 13)
+    before = linear.digest(weight)
+    assert len(before) == threads
+    assert linear.digest(weight.clone()) == before
+    for place in range(weight.numel()):
+        changed = weight.clone()
+        changed.view(-1)[place] += 1
+        assert linear.digest(changed) != before
+    assert linear.digest(weight.flip(0)) != before
+
+
 def test_a_wider_dtype_takes_the_usual_way() -> None:
     """Catches float64, in which ties are judged and which oneDNN lacks."""
     layer = PackedLinear(torch.nn.Linear(24, 12).double())

@@ -123,9 +123,60 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}, "b": {}}},
         "in the form 'mxfp4-pack-quantized'",
     ),
+    "2:4 sparse": (
+        "fp8-channels",
+        {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
+        "in the form 'sparse-24-bitmask'",
+    ),
+    "rotated while it runs": (
+        "int4-words",
+        {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}},
+        "activations that are rotated while it runs",
+    ),
+    "other bits than its words": (
+        "int4-words", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "of \\[3\\] bits",
+    ),
+    "a form of another case": ("modelopt-tensor", {"quant_algo": "w4a8_awq"}, "in the form 'w4a8_awq'"),
     "unknown method": ("fp8-tensor", {"quant_method": "mine"}, "quantised by 'mine', which is not read"),
     "no method": ("fp8-tensor", {"quant_method": ""}, "quantised by '', which is not read"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("fp8-channels", {"sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}}),
+        ("int4-words", {"transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_input"}]}}}}),
+        ("int4-words", {"sparsity_config": {}, "config_groups": {"a": {"weights": {"num_bits": 4}}}}),
+        ("modelopt-tensor", {"quant_algo": "fp8"}),
+    ],
+)  # fmt: skip
+def test_what_changes_no_number_is_read(form: str, change: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a refusal of weights that are rotated once and for all, of zeros that are stored, of ModelOpt's names in
+    small letters."""
+    model = quantized(form, tmp_path, **change)
+    got = load_target(str(tmp_path), "cpu").runner.model.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [([0, 1, 1], True), ([0, 0, 0], True), ([3, 16, 255], False)]
+)
+def test_bytes_beside_the_layers_are_masks_or_refused(
+    values: list[int], kept: bool, tmp_path: Path
+) -> None:
+    """Catches stacked weights of two numbers a byte that pass for a buffer by their name, and refused masks."""
+    quantized("awq", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.layers.0.some_blocks"] = torch.tensor(values, dtype=torch.uint8)
+    q = FORMS["awq"][0]
+    if kept:
+        got = dict(formats.plain_weights(tensors, q))
+        assert torch.equal(got["model.layers.0.some_blocks"], tensors["model.layers.0.some_blocks"])
+    else:
+        with pytest.raises(UserError, match="some_blocks is uint8, and no scale of it is known"):
+            dict(formats.plain_weights(tensors, q))
 
 
 def test_a_method_of_a_file_of_its_own_is_found(tmp_path: Path) -> None:
@@ -184,10 +235,52 @@ def test_bare_numbers_are_found_in_a_loaded_model(tmp_path: Path) -> None:
         formats_folder.check_bare_numbers(model, tmp_path, "target x")
 
 
+EIGHT = {"bits": 8, "group_size": 12}
+DYNAMIC: dict[str, tuple[dict[str, Any], str]] = {
+    "with a sign": ({"+:.*mlp.down_proj": EIGHT}, ""),
+    "without a sign": ({".*down_proj": EIGHT}, ""),
+    "the first that matches": ({".*down_proj": EIGHT, ".*mlp.*": {"bits": 4}}, ""),
+    "what is excluded is elsewhere": ({"-:lm_head": {}, ".*layers.[01].mlp.down": EIGHT}, ""),
+    "the middle of a name": ({"down_proj": EIGHT}, "it has numbers of 8 bits, and config.json says 4"),
+    "other bits": ({".*down_proj": {"bits": 2}}, "it has numbers of 8 bits, and config.json says 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DYNAMIC)
+def test_layers_have_the_bits_that_a_pattern_gives_them(case: str, tmp_path: Path) -> None:
+    """Catches GPTQModel's patterns that are searched for anywhere, or of which the last counts; eight bits that are
+    read as four."""
+    dynamic, reason = DYNAMIC[case]
+    model = quantized("gptq-dynamic", tmp_path, dynamic=dynamic)
+    if reason:
+        with pytest.raises(UserError, match=f"down_proj: {reason}"):
+            load_target(str(tmp_path), "cpu")
+        return
+    got = load_target(str(tmp_path), "cpu").runner.model.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(got[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_a_layer_that_a_pattern_leaves_out_is_plain(tmp_path: Path) -> None:
+    """Catches a layer without packed numbers, as `-:` leaves it, that is taken for a damaged one."""
+    model = quantized("gptq4", tmp_path, dynamic={"-:.*down_proj": {}})
+    tensors, name = load_file(tmp_path / WEIGHTS), "model.layers.0.mlp.down_proj"
+    tensors = {key: value for key, value in tensors.items() if not key.startswith(f"{name}.")}
+    plain = torch.randn(model.get_submodule(name).weight.shape)
+    save_file(tensors | {f"{name}.weight": plain}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    got = load_target(str(tmp_path), "cpu").runner.model.state_dict()
+    assert torch.equal(got[f"{name}.weight"], plain)
+    other = name.replace("0", "1")
+    torch.testing.assert_close(got[f"{other}.weight"], model.get_submodule(other).weight)
+
+
 @pytest.mark.skipif(not vnni.is_available(), reason="needs AVX512-VNNI")
-def test_w4a8_says_why_it_keeps_no_four_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form", ["gptq4-act-order", "gptq4-v2", "gptq4-borrow", "int4-words-act-order"]
+)
+def test_w4a8_says_why_it_keeps_no_four_bits(form: str, tmp_path: Path) -> None:
     """Catches a checkpoint in act-order that "has no weight of four bits"."""
-    quantized("gptq4-act-order", tmp_path / "order")
+    quantized(form, tmp_path / "order")
     with pytest.raises(UserError, match="act-order: their groups are scattered"):
         load_target(str(tmp_path / "order"), "cpu", "w4a8")
 

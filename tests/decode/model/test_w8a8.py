@@ -23,7 +23,7 @@ from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
 from decode.model.inductor_linear import register_lowerings
 from decode.model.loading import Target, load_model, load_target, place_network
-from decode.model.quantized import vnni, w8a8
+from decode.model.quantized import conversion, vnni, w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
 from decode.model.quantized.int4 import Int4Linear, quantize_groups
 from decode.model.quantized.layers import QuantizedLinear
@@ -587,3 +587,28 @@ def test_a_gpu_has_no_right_product_of_eight_bits(dtype: str) -> None:
     target = tiny_target(tiny_model("llama"))
     with fake_gpu(target), pytest.raises(UserError, match=f"^target 'T': dtype {dtype} .*{reason}"):
         quantize_model(target.runner.model, dtype, "target 'T'")
+
+
+@pytest.mark.parametrize("missing", ["this CPU has no AVX512-VNNI", ""])
+@pytest.mark.parametrize("dtype", ["w8a8", "int4"])
+@pytest.mark.parametrize("what", ["network", "model"])
+def test_slow_products_are_said_once(
+    what: str,
+    dtype: str,
+    missing: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a head or a draft model in few bits that takes the slow way in silence, or a line for each layer."""
+    monkeypatch.setattr(conversion, "what_is_missing", lambda: missing)
+    damage.warn_once.cache_clear()
+    for _ in range(2):
+        if what == "network":
+            quantize_network(
+                torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 64)), dtype
+            )
+        else:
+            quantize_model(tiny_model("llama", hidden_size=32), dtype, "draft 'x'")
+    said = [line for line in capsys.readouterr().err.splitlines() if "no products of whole" in line]
+    assert len(said) == bool(missing)
+    assert all(missing in line and f"dtype {dtype}" in line for line in said)

@@ -17,6 +17,7 @@ from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.published import display_name
+from decode.common.settings import to_dict
 from decode.model.loading import load_target
 from decode.model.names import recorded_name
 from tests import drafts, hub, worlds
@@ -78,6 +79,29 @@ def test_a_folder_is_recorded_as_one(
     out = made(tmp_path, target={"name": name, "revision": None})
     assert read_json(out / METADATA_FILE)["target"] == {"name": shown, "revision": None}
     assert "base_model" not in (out / "README.md").read_text()
+
+
+SETS = {
+    "foo/bar": "bar",
+    "bar": "bar",
+    "foo/bar/": "bar",
+    "./foo/bar": "bar",
+    "/home/alice/foo/bar": "bar",
+    "../bar": "bar",
+    "outputs/quickstart/samples": "outputs/quickstart/samples",
+    str(ROOT / "outputs" / "samples"): "outputs/samples",
+    "/cache/datasets--org--answers/snapshots/0123456789abcdef": "org/answers",
+}
+
+
+@pytest.mark.parametrize("given", SETS)
+def test_the_folders_of_sets_are_no_hub_names(given: str, tmp_path: Path) -> None:
+    """Catches a card that says that a draft learned from alice/answers, a folder of the user's, on the Hub."""
+    for data in (given, [{"path": given, "weight": 1.0}, {"path": given, "weight": 2.0}]):
+        settings = to_dict(DistillConfig()) | {"data": data}
+        stored = read_json(made(tmp_path, training=settings) / METADATA_FILE)["training"]["data"]
+        paths = [stored] if isinstance(data, str) else [part["path"] for part in stored]
+        assert set(paths) == {SETS[given]}
 
 
 CACHED: dict[str, Callable[[Path], str]] = {
