@@ -67,7 +67,7 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     """engines openai and vllm: how often a request is repeated, after waits that double from 1 to 60 seconds, before
     its prompt counts as failed. A failed prompt is asked again by the next start."""
     batch_size: Count = 32
-    """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
+    """Prompts decoded together by each process, fewer where a GPU lacks the memory. A row that is finished is refilled with the next prompt."""
     draft: str = "none"
     """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
     because speculative decoding is lossless."""
