@@ -14,8 +14,9 @@ from decode.common import damage
 from decode.common.settings import parse_settings
 from decode.engine import memory
 from decode.engine.engine import SpeculativeEngine, decode
-from decode.engine.memory import PREFILL_TOKENS, prompts_together
+from decode.engine.memory import prompts_together
 from decode.engine.records import collect_outputs
+from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import Target, auto_class, build_runner
 from decode.verification.sampling import SamplingParams, warp
 from tests.heads import random_draft
@@ -173,9 +174,20 @@ def test_what_is_planned_fits(
     rows = gpu.rows(settings.batch_size, prompt, settings.max_new_tokens)
     room = gigabytes * GB - CONTEXT
     assert 0.8 * room < gpu.peak(rows, prompt, settings.max_new_tokens) < room
-    gpu.together = rows  # planted: all rows are prefilled together
-    more = gpu.peak(rows, prompt, settings.max_new_tokens)
-    assert more > room if rows * prompt > 2 * PREFILL_TOKENS else more > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["half of the cache", "all rows prefilled at once"])
+def test_a_plan_that_does_not_fit_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what the test above is for."""
+    if fault == "half of the cache":
+        row_bytes = StaticKVCache.row_bytes
+        monkeypatch.setattr(StaticKVCache, "row_bytes", lambda *args: row_bytes(*args) // 2)
+    gpu = Gpu("smollm2-135m", 4 * GB, monkeypatch)
+    rows = gpu.rows(64, 3000, 1024)
+    if fault != "half of the cache":
+        gpu.together = rows
+    assert gpu.peak(rows, 3000, 1024) > 4 * GB - CONTEXT
 
 
 def test_a_card_with_no_room_decodes_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
