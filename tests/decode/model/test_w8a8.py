@@ -23,7 +23,7 @@ from decode.model.formats import tied_heads
 from decode.model.hidden_states import LMHead
 from decode.model.inductor_linear import register_lowerings
 from decode.model.loading import Target, load_model, load_target, place_network
-from decode.model.quantized import vnni, w8a8
+from decode.model.quantized import conversion, vnni, w8a8
 from decode.model.quantized.conversion import quantize_model, quantize_network
 from decode.model.quantized.int4 import Int4Linear, quantize_groups
 from decode.model.quantized.layers import QuantizedLinear
@@ -576,6 +576,18 @@ def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     experts = [line for line in lines if re.search(said, line)]
     slow = [line for line in lines if "there are no products of whole numbers" in line]
     assert (len(experts), len(slow)) == (1, 0 if vnni.is_available() else 1)
+
+
+def test_eight_bits_on_a_gpu_without_the_refusal_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the test below where nothing is refused: the layers are then built on the GPU, by what it has."""
+    monkeypatch.setattr(conversion, "ON_CUDA", "")
+    built: list[str] = []
+    monkeypatch.setattr(conversion, "quantize_network", lambda layer, dtype: built.append(dtype))
+    monkeypatch.setattr(conversion, "replace_head", lambda model, kind: None)
+    target = tiny_target(tiny_model("llama"))
+    with fake_gpu(target):
+        quantize_model(target.runner.model, "w8a8", "target 'T'")
+    assert built == ["w8a8"] * 3
 
 
 @pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
