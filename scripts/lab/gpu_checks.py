@@ -286,7 +286,8 @@ def run_stage(s: GpuSmokeConfig) -> dict[str, Any]:
 
 def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
     """`run_stage` in a process of its own, which ends with all that it started after `limit` seconds: neither code that
-    is compiled for ever nor a GPU in an error takes the later stages along."""
+    is compiled for ever nor a GPU in an error takes the later stages along. That is a problem where it is the stage's
+    own limit, and not where the time of all was up ("cut")."""
     own = {name: x for name, x in vars(s).items() if x != getattr(GpuSmokeConfig(), name)}
     own |= {"out": ""}
     texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in own.items()}
@@ -298,7 +299,8 @@ def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"rows": [], "problems": [f"not done after {limit:.0f} s"]}
+        late = f"not done after {limit:.0f} s"
+        return {"rows": [], "problems": [late] if limit >= STAGES[s.stage][0] else [], "cut": late}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -335,7 +337,7 @@ def check_gpu(s: GpuSmokeConfig) -> None:
         else:
             begun = time.monotonic()
             found = run_apart(replace(s, stage=name), min(limit, left))
-            kind = "problem" if found["problems"] else "skipped" if "skipped" in found else "done"
+            kind = next((x for x in ("problems", "skipped", "cut") if found.get(x)), "done")
             seconds = round(time.monotonic() - begun, 1)
             stages[name] = {"result": kind, "seconds": seconds, "limit": min(limit, left), **found}
             own = [f"{name}: {problem}" for problem in found["problems"]]

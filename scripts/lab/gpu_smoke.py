@@ -14,8 +14,8 @@ kernel for GPUs.
 Texts must be those of plain eager decoding. Where one leaves them, the two tokens' gap in the next wider dtype is
 compared with what rounding moves it by, as in eval/run.py: a near tie is counted, anything else is a problem. So is a
 place where the host waits for the device inside a round (a planted wait must be found), a stage that fails, and one
-that is not done within its limit. The JSON is written after each stage, with the machine and the versions; what the
-time was not enough for is "not run". Exit code 1 if there is any problem.
+that is not done within its own limit. The JSON is written after each stage, with the machine and the versions; what the
+time of all was not enough for is "cut" or "not run". Exit code 1 if there is any problem.
 """
 
 import sys

@@ -215,7 +215,7 @@ def test_stages_end_with_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
     found = json.loads(out.read_text())
     assert [stage["result"] for stage in found["stages"].values()] == [
-        "done", "done", "done", "problem", "problem", "not run", "not run",
+        "done", "done", "done", "problems", "problems", "not run", "not run",
     ]  # fmt: skip
     assert found["problems"] == ["split_kv: slow", "w8a8: slow"]
     assert end.value.code == 1
@@ -230,16 +230,24 @@ time.sleep(600)
 """
 
 
+def run_nothing(s: GpuSmokeConfig) -> dict[str, Any]:
+    return {"rows": [], "problems": []}
+
+
+@pytest.mark.parametrize("own_limit", [3, 90])
 def test_a_stage_that_hangs_ends_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a stuck GPU that takes all later stages along, and compilers that go on beside them."""
+    """Catches a stuck GPU that takes all later stages along, compilers that go on beside them, and a stage that the end
+    of all the time has cut as a fault of it."""
     pids = tmp_path / "pids"
     (tmp_path / "gpu_smoke.py").write_text(STUCK.format(pids=str(pids)))
     monkeypatch.setattr(gpu_checks, "__file__", str(tmp_path / "gpu_checks.py"))
     begun = time.monotonic()
+    monkeypatch.setattr(gpu_checks, "STAGES", {"plain": (own_limit, run_nothing)})
     found = gpu_checks.run_apart(GpuSmokeConfig(stage="plain"), 3.0)
-    assert found == {"rows": [], "problems": ["not done after 3 s"]}
+    late = "not done after 3 s"
+    assert found == {"rows": [], "problems": [late] if own_limit == 3 else [], "cut": late}
     assert time.monotonic() - begun < 30
     for pid in map(int, pids.read_text().split()):
         end = time.monotonic() + 20
