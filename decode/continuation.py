@@ -25,7 +25,7 @@ from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_p
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.engine.trained_template import use_template
-from decode.model.loading import Target, adopt_tokenizer
+from decode.model.loading import Target, adopt_tokenizer, usual_dtype
 
 ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"
 
@@ -95,13 +95,14 @@ def generate(s: GenerateConfig) -> None:
     if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
         raise UserError("swift and state are settings of --draft swift")
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
-    loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
+    dtype = usual_dtype(s.target, s.device, s.revision) if s.dtype == "auto" else s.dtype
+    loaded = load_target(s.placement, s.target, s.device, dtype, s.revision)
     target = use_template(loaded, s.template, [s.draft])
     check_draft_length(target, s.k)
     draft = (
         open_search(target, s.swift, s.state)
         if s.draft == "swift"
-        else pick_draft(s.draft, target, s.draft_dtype or s.dtype)
+        else pick_draft(s.draft, target, s.draft_dtype or dtype)
     )
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)

@@ -23,7 +23,6 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import (
     adopt_tokenizer,
-    load_config,
     model_fingerprint,
     model_folder,
     unfollowed_settings,
@@ -40,6 +39,12 @@ from train.data.prompt_pipeline import (
 from train.data.sources import ReadLog
 from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
+from train.sampling.engine_choice import (
+    VLLM_DTYPE,
+    check_engine,
+    copies_of_target,
+    settle_engine,
+)
 from train.sampling.rows import SKIPPED, ShardWriter
 from train.trainer import collective
 
@@ -152,29 +157,6 @@ def count_answers(
     }
 
 
-def check_engine(s: SampleConfig) -> None:
-    """UserError for settings of one engine that are given with another."""
-    is_text = s.origin == "text"
-    for is_wrong, line in (
-        (s.engine != "openai" and (s.url or s.model),
-         "--url and --model are of a server: add --engine openai, or drop them"),
-        (s.engine != "vllm" and (s.vllm_python or s.vllm_args),
-         "--vllm_python and --vllm_args: add --engine vllm, or drop them"),
-        (s.served and is_text, f"--origin text asks nobody for answers: drop --engine {s.engine}"),
-        (s.served and s.draft != "none",
-         "--draft is for the local engine: give the draft to the server, or drop it"),
-        (s.mode != "auto" and (s.served or is_text), "--mode is of the local engine: drop it"),
-        (s.served and load_config(s.target, "target", s.revision).is_encoder_decoder,
-         f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"),
-        (s.placement.kind != "single" and (s.served or is_text),
-         "placement is of a target that is loaded here: leave its kind at single"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise UserError(line)
-    if s.engine == "vllm":
-        vllm_client.find_interpreter(s.vllm_python)  # or a UserError
-
-
 def load_engine(
     s: SampleConfig, state: PartialState, reader: TargetTokenizer
 ) -> tuple[TargetTokenizer, Engine]:
@@ -188,7 +170,7 @@ def load_engine(
         identity = ModelFingerprint(served_as=server.model)
         if s.engine == "vllm":
             folder = model_folder(s.target, "target", s.revision)
-            identity = model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
+            identity = model_fingerprint(folder, s.revision, VLLM_DTYPE + s.dtype)
         identity = replace(identity, chat_template=reader.chat_template_hash)
         context = min(reader.context, server.context or reader.context)
         reader = replace(reader, context=context, identity=identity)
@@ -222,6 +204,7 @@ def usual_answer_length(reader: TargetTokenizer) -> int:
 
 def answer(s: SampleConfig) -> None:
     """Answers the prompts, or writes texts as they stand."""
+    s = settle_engine(s)
     check_engine(s)
     reader = load_reader(s)  # UserError for a template before weights are read or a server starts
     if not s.max_new_tokens and s.origin == "target":
@@ -234,7 +217,8 @@ def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
     state = collective.join_processes()
     with ExitStack() as server:
         if s.engine == "vllm":
-            url = ""
+            url, copies = "", copies_of_target(s, state.num_processes)
+            copied = ["--data-parallel-size", str(copies)] if copies > 1 else []
             with collective.raise_on_all_ranks(state):
                 if state.is_main_process:
                     Console(stderr=True).print(f"vLLM starts to serve {s.target}")
@@ -243,8 +227,8 @@ def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
                         s.target,
                         s.revision,
                         s.dtype,
-                        rows=s.concurrency * state.num_processes,
-                        arguments=s.vllm_args,
+                        rows=s.concurrency * state.num_processes // copies,
+                        arguments=[*s.vllm_args, *copied],
                         seconds=s.start_timeout,
                     )
                     url = server.enter_context(started)

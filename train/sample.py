@@ -4,6 +4,7 @@
     accelerate launch train/sample.py --target T --sources '[{kind: file, path: prompts.jsonl}]' --out DIR
     python train/sample.py --engine openai --url http://localhost:8000/v1 --target T --sources … --out DIR
     python train/sample.py --engine vllm --vllm_python .venv-vllm/bin/python --target T --sources … --out DIR
+    python train/sample.py --engine draftsmith --target T --sources … --out DIR   # by our engine, also beside vLLM
     python train/sample.py --origin text --target T --sources '[{kind: file, path: chats.jsonl}]' --turns all --out DIR
 
 Several processes share the prompts. After a kill the same command resumes: no answer is lost, no prompt is answered

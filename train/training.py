@@ -45,7 +45,7 @@ from train.settings.training import TrainingPublishConfig
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.trainer import checkpoint, collective, draft_metadata, on_policy, sharding
 from train.trainer.acceptance_eval import AcceptanceEval
-from train.trainer.launch import in_force, init_accelerator
+from train.trainer.launch import attention_in_force, in_force, init_accelerator
 from train.trainer.layer_choice import CHOICE_FILE, settle_layers, spread_layers
 from train.trainer.loop import Training, build_optimizers, train
 from train.trainer.on_policy import OnPolicyBuffer
@@ -368,7 +368,8 @@ def train_draft(s: DistillConfig) -> None:
         resolve_repo(s.publish.repo, push=True)
         check_labels(s.publish.labels)
     estimated: dict[str, float] = {}
-    with attention.training_attention(s.draft.attention):
+    method = attention_in_force(s.draft.attention, accelerator.device.type)
+    with attention.training_attention(method):
         with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
             if s.dry_run:
                 mixed = accelerator.mixed_precision != "no"

@@ -54,6 +54,9 @@ class CachedHead(Draft):
         hidden = target.runner.config.hidden_size
         self.width = hidden * (len(net.aux_layers.layers) + net.aux_layers.final)
         self.allocated_shape = 0, 0
+        self.kv_cache = StaticKVCache(
+            len(net.layers), 1, 1, self.device
+        )  # empty until `begin_batch`
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:

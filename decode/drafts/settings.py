@@ -71,6 +71,9 @@ class GenerateConfig(PlacedTargetSettings):
         "target draft prompt prompt_file image k lookup max_new_tokens sampling.temperature dtype device"
     )
 
+    dtype: DtypeName = "auto"
+    """As in the other commands; auto: float32 on a CPU, on a GPU what the checkpoint is stored in (float16 for bfloat16
+    where the card only emulates that, bfloat16 for a GGUF)."""
     prompt: str = ""
     """The text to continue, or to answer if the target has a chat template."""
     prompt_file: str = ""

@@ -34,6 +34,13 @@ from decode.engine.active_request import (
     warn_of_short_draft,
 )
 from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner, compile_function
+from decode.engine.memory import (
+    cache_bytes,
+    fitting_rows,
+    free_bytes,
+    prefill_bytes,
+    prompts_together,
+)
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
     MAX_FORCED,
@@ -42,6 +49,7 @@ from decode.engine.round import (
     StepConfig,
     can_skip,
     read_results,
+    round_bytes,
     run_round,
     synchronized_time,
 )
@@ -114,6 +122,7 @@ class SpeculativeEngine:
         self.rounds_ahead = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.longest = k  # the largest `k` so far, for which the buffers of chains have room
+        self.planned: dict[tuple[int, int], int] = {}  # by rows that were asked for, and slots
         self.least_rows = 0  # of CUDA graphs; empty ones stay where there are fewer prompts
         # by K and the tokens that a round drafts at most, all over `captured_buffers`
         self.graphs: dict[tuple[int, int], CudaGraphRunner] = {}
@@ -148,16 +157,16 @@ class SpeculativeEngine:
     ) -> Iterator[RoundRecord]:
         """Decodes prompts of any lengths (token ids) and yields a record for each prompt and round once it was read.
 
-        `rows` prompts are decoded at once (default: all), and a row that is done takes the next one; in modes other
-        than eager rows stay empty where there are fewer prompts. `seeds` gives each prompt its own random numbers, so
-        that its text does not depend on its batch. `choose` replaces all random choices (tests enumerate them; it needs
-        a row for each prompt). `matchers` gives each prompt the grammar of its answer, or None; they themselves are not
-        moved. `images` gives each prompt of a vision-language target the inputs of its images, or None; drafts see
-        their placeholder tokens. UserError for an empty prompt, one that leaves no room in the target's context, or has
-        a token that the target does not embed, for logits of target or draft that are NaN, for grammars in a mode other
-        than eager or with a draft of trees, for images that the target does not read, and for a target or draft that
-        another generator uses: from its first `next()` on, until it has ended, failed, been closed or been
-        garbage-collected (decode/common/lock.py).
+        `rows` prompts are decoded at once (default: all), fewer on a GPU without the memory (`rows_that_fit`), and a
+        row that is done takes the next one; in modes other than eager rows stay empty where there are fewer prompts.
+        `seeds` gives each prompt its own random numbers, so that its text does not depend on its batch. `choose`
+        replaces all random choices (tests enumerate them; it needs a row for each prompt). `matchers` gives each prompt
+        the grammar of its answer, or None; they themselves are not moved. `images` gives each prompt of a vision-
+        language target the inputs of its images, or None; drafts see their placeholder tokens. UserError for an empty
+        prompt, one that leaves no room in the target's context, or has a token that the target does not embed, for
+        logits of target or draft that are NaN, for grammars in a mode other than eager or with a draft of trees, for
+        images that the target does not read, and for a target or draft that another generator uses: from its first
+        `next()` on, until it has ended, failed, been closed or been garbage-collected (decode/common/lock.py).
         """
         records = self._decode(
             prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
@@ -206,6 +215,7 @@ class SpeculativeEngine:
         check_tokens(target, prompts, images)
         if rows is None or self.mode == "eager":  # compiled code is of a number of rows
             rows = min(rows or len(prompts), len(prompts))
+        rows = self.rows_that_fit(prompts, max_new_tokens, rows)
         if self.mode in CAPTURED:
             rows = max(rows, self.least_rows)
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
@@ -237,7 +247,12 @@ class SpeculativeEngine:
                 if self.constraint is not None and matchers is not None:
                     for row, request in new.items():
                         self.constraint.start(row, matchers[request.prompt])
-                first = self._prefill_prompts(state, prompts, new, seeds, choose, images).tolist()
+                parts = self._prefilled_together(
+                    new, max(len(prompts[r.prompt]) for r in new.values())
+                )
+                first = torch.cat(
+                    [self._prefill_prompts(state, prompts, x, seeds, choose, images) for x in parts]
+                ).tolist()
                 seconds = synchronized_time(device) - start
                 for (row, request), (token, finite) in zip(new.items(), first, strict=True):
                     self._check_finite(request, bool(finite), True)
@@ -281,6 +296,52 @@ class SpeculativeEngine:
         held_rows, held = self.target.runner.shape
         return max(size, held) if self.mode in CAPTURED and held_rows == rows else size
 
+    def rows_that_fit(self, prompts: list[list[int]], max_new_tokens: int, rows: int) -> int:
+        """Of `rows`, those that the memory of a GPU has room for with such prompts; all of them elsewhere.
+
+        What a token takes in the caches is what it takes once one was read: that is the model's to say (grouped or
+        latent heads, layers that share theirs, states). The answer for a number of rows and slots stays the same,
+        because compiled code and graphs are of it.
+        """
+        if self.device.type != "cuda" or rows == 1:
+            return rows
+        target, longest = self.target.runner, max(map(len, prompts))
+        limit = min(longest + max_new_tokens, target.context)
+
+        def slots(count: int) -> int:
+            if self.mode == "eager":
+                return _round_up_to_bucket(limit + self.spare_slots(), count)
+            return self.num_slots(prompts, max_new_tokens, count)
+
+        key = rows, slots(rows)
+        if key in self.planned:
+            return self.planned[key]
+        used, itemsize = self._kv_caches(), target.model.dtype.itemsize
+        caches = [target.cache_of_a_token(), *(x for x in used if x is not target.cache)]
+        tree = self.draft is not None and self.draft.shape is not None
+
+        def needed(count: int) -> int:
+            tokens = 1 if self.draft is None else self.max_slots
+            logits = round_bytes(
+                count, tokens, target.vocab_size, self.sampling, rule=self.rule, tree=tree, itemsize=itemsize
+            )  # fmt: skip
+            each = slots(count)
+            prefill = prefill_bytes(target.config, count, longest, each, itemsize)
+            return count * cache_bytes(caches, each) + max(logits, prefill)
+
+        free = free_bytes(self.device, used)
+        self.planned[key] = fitting_rows(rows, free, needed, slots)
+        return self.planned[key]
+
+    def _prefilled_together(
+        self, new: dict[int, ActiveRequest], longest: int
+    ) -> list[dict[int, ActiveRequest]]:
+        """The new requests by row, in parts that are prefilled one after the other: on a GPU none has too many tokens,
+        on a CPU the runner itself has groups of like length."""
+        count = prompts_together(longest) if self.device.type == "cuda" else len(new)
+        rows = list(new)
+        return [{r: new[r] for r in rows[i : i + count]} for i in range(0, len(rows), count)]
+
     def slots_of_prompts(self, prompts: list[list[int]], rows: int) -> int:
         """Slots a row of KV buffers that grow, for these prompts and a round."""
         return _round_up_to_bucket(max(map(len, prompts)) + self.spare_slots(), rows)
@@ -298,6 +359,7 @@ class SpeculativeEngine:
         if choose is not None or self.batch_shape != (rows, size):
             self.state = BatchState.empty(rows, size, self.device)
             self.rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=self.device))
+            self.graphs, self.captured_buffers = {}, []  # of other buffers, which they keep alive
         begin_request()
         if self.mode in COMPILED:
             pack_for_compiled_code()

@@ -253,6 +253,11 @@ class StaticKVCache(Cache):
         self.kv_layers = [StaticKVLayer(self.slots) for _ in range(layers)]
         super().__init__(layers=list(self.kv_layers))
 
+    def row_bytes(self, slots: int) -> int:
+        """Bytes of a row of `slots` slots, in the layers that have written some."""
+        buffers = [x for y in self.kv_layers if y.is_initialized for x in (y.keys, y.values)]
+        return slots * sum(x.element_size() * x.shape[1] * x.shape[3] for x in buffers)
+
     def compact_path(self, base: Tensor, path: Tensor) -> None:
         """Calls `StaticKVLayer.compact_path` in every layer with K/V of its own; some use another layer's (gemma4)."""
         for layer in self.kv_layers:

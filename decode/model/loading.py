@@ -31,7 +31,7 @@ from decode.common.files import find_bundled, read_json_object
 from decode.common.machine import return_freed_memory
 from decode.common.target_record import ModelFingerprint, TargetRecord
 from decode.common.typed_json import to_json
-from decode.devices.choice import pick_device
+from decode.devices.choice import has_bfloat16, pick_device
 from decode.model.compatibility import check_sizes
 from decode.model.fingerprint import weights_fingerprint
 from decode.model.formats import tied_heads
@@ -566,6 +566,18 @@ def find_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(f"dtype {name!r}: choose among {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def usual_dtype(name: str, device: str, revision: str | None = None) -> str:
+    """What a target computes in where nobody says it: float32 on a CPU, on a GPU the dtype of its files, but float16
+    where that is bfloat16 and only emulated. A GGUF names none, and gets bfloat16."""
+    if not pick_device(device).startswith("cuda"):
+        return "float32"
+    config = load_config(name, "target", revision)
+    stored = config.get_text_config(decoder=True).dtype or config.dtype or torch.bfloat16
+    if stored == torch.bfloat16 and not has_bfloat16():
+        stored = torch.float16
+    return next((x for x, kind in NUMBER_TYPES.items() if kind == stored), "float32")
 
 
 def _eos_ids(model: Any, name: str) -> frozenset[int]:

@@ -107,6 +107,11 @@ class HybridCache(StaticKVCache):
             return RecurrentAttentionLayer(self.slots, own.number_of_states)
         return StaticKVLayer(self.slots)
 
+    def row_bytes(self, slots: int) -> int:
+        """Those of K and V, and those of the row's states, which do not grow."""
+        states = sum(x.nbytes for x in self.states().values())
+        return super().row_bytes(slots) + states // self.slots.rows
+
     def states(self) -> States:
         """The states of all rows, not copied: a forward changes them in place."""
         found: States = {}

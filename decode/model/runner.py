@@ -113,6 +113,15 @@ class ModelRunner:
             self.cache = self.make_cache(rows, size)
             self.shape = rows, size
 
+    def cache_of_a_token(self) -> StaticKVCache:
+        """A cache apart, of one row, in which one token was read: what it holds is the model's to say."""
+        trial = copy.copy(self)
+        trial.shape = 0, 0
+        trial.allocate(1, 1)
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        trial.prefill(one[:, None] - 1, one)
+        return trial.cache
+
     def capture_hidden_states(self, aux_layers: HiddenStateSpec | None) -> None:
         """Makes every later prefill and step store these hidden states in `features`; None: none are stored."""
         if aux_layers != self.aux_layers:

@@ -203,7 +203,15 @@ class InterleavedTimer:
         context, refused = self.context, dict[str, str]()
 
         def build(method: Method) -> None:
-            self.engines[method] = context.build_engine(method, self.sampling)
+            engine = self.engines[method] = context.build_engine(method, self.sampling)
+            rows, prompts = max(map(len, batches)), [x.prompt_ids for b in batches for x in b]
+            fit = engine.rows_that_fit(prompts, context.max_new_tokens, rows)
+            if fit < rows:  # which would be measured for `rows`
+                raise UserError(
+                    f"batch size {rows}: the GPU has memory for {fit} rows of these prompts and "
+                    f"{context.max_new_tokens} new tokens: lower it or max_new_tokens, or load the target in fewer "
+                    "bits (dtype bfloat16, int8)"
+                )
 
         def run(method: Method) -> None:
             engine = self.engines[method]

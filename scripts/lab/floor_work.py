@@ -42,9 +42,11 @@ from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
 from train.families.settings.eagle import Eagle3Settings
 from train.planning.shape_run import ShapeRun, made_up_rows
+from train.settings.training import LoopConfig
 from train.teacher.feature_codec import hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
+from train.trainer.loop import build_optimizers
 from train.trainer.settings import DistillConfig
 
 MOST_VERIFIED = 16
@@ -219,14 +221,17 @@ def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
-def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
-    """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
-    device = target.runner.device
+def new_head(target: Target, rows: list[SampleRow]) -> Any:
+    """An EAGLE-3 head in training that has learned nothing, with the live target as teacher."""
     torch.manual_seed(0)
     settings = DistillConfig(draft=head_settings(target))
-    trained = settings.draft.build(FamilyContext(settings, target, rows, str(device)))
-    parameters = [p for p in trained.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    return settings.draft.build(FamilyContext(settings, target, rows, str(target.runner.device)))
+
+
+def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
+    """An optimiser step of a new EAGLE-3 head on these samples; it returns the loss."""
+    device, trained = target.runner.device, new_head(target, rows)
+    (optimizer,) = build_optimizers(trained, LoopConfig(lr=1e-4))
     batch = collate(rows, pad_id=0).to(device)
     mixed = target.runner.model.dtype == torch.bfloat16  # bf16 products of fp32 weights
 

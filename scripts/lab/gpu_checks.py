@@ -1,36 +1,155 @@
-"""What gpu_smoke.py does: every mode of the decoder, waits inside rounds, and a training step."""
+"""What gpu_smoke.py does: its stages, each in a process of its own with a limit, until the time is up."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from decode.common import files, provenance
+from decode.common.errors import UserError, first_line
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
-from decode.engine.engine import SpeculativeEngine
+from decode.engine.engine import SpeculativeEngine, pick_mode
 from decode.engine.records import collect_outputs
-from decode.model.loading import Target, load_target
+from decode.model import attention
+from decode.model.loading import Target, load_model, load_target, usual_dtype
+from decode.serving.running import vllm_client
 from eval.benchmark.timing import synchronize
+from eval.checks.greedy_equivalence import find_mismatches, measure_pair
 from eval.settings.evaluation import Task
-from eval.tasks.loading import load_task_prompts
-from scripts.lab.floor_work import sample_rows, training_step
+from eval.tasks.loading import TaskPrompt, load_task_prompts
+from scripts.lab.floor_work import new_head, sample_rows, training_step
 from scripts.lab.settings import GpuSmokeConfig
+from train.trainer.launch import attention_in_force
 
-SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
-"""{mode that replays CUDA graphs: the mode that launches the same kernels one by one}."""
+LEAST = 10.0
+"""Seconds below which no stage is begun any more: a process that loads torch takes as long."""
+TRAINING_STEPS = 4
 
 
-def modes(device: torch.device, compiled: bool) -> list[str]:
-    """The decoder's modes on this device, each of SAME_KERNELS after the one that it is compared with."""
-    found = ["eager", "captured"] + (["compiled", "graph"] if compiled else [])
-    return [mode for mode in found if device.type == "cuda" or mode not in SAME_KERNELS]
+class Skip(Exception):
+    """A stage that this machine cannot run; `str` says why. It is no problem."""
+
+
+@dataclass
+class Work:
+    """What a stage has at hand. No text ends early: otherwise rounds may be over before their waits are looked for."""
+
+    s: GpuSmokeConfig
+    dtype: str
+    target: Target
+
+    @classmethod
+    def load(cls, s: GpuSmokeConfig, dtype: str = "") -> "Work":
+        dtype = dtype or (usual_dtype(s.target, s.device) if s.dtype == "auto" else s.dtype)
+        target = load_target(s.target, s.device, dtype)
+        return cls(s, dtype, replace(target, eos=frozenset()))
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.runner.device
+
+    @cached_property
+    def items(self) -> list[TaskPrompt]:
+        tasks = [Task(name, limit=self.s.rows) for name in ("code", "prose")]
+        return [item for task in tasks for item in load_task_prompts(task, self.target)]
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [item.prompt_ids for item in self.items]
+
+    @cached_property
+    def draft(self) -> Draft:
+        """The draft of the settings, else a new EAGLE-3 head: it has learned nothing, and its rounds cost the same."""
+        if self.s.draft:
+            return load_draft(self.s.draft, self.target, dtype=self.dtype)
+        return new_head(self.target, sample_rows(self.prompts, 2, 64)).to_draft()
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Those of plain decoding in eager rounds."""
+        return self.decode("eager", None)["ids"]  # type: ignore[no-any-return]
+
+    @cached_property
+    def reference(self) -> Any:
+        return load_model(self.s.target, "target", str(self.device), self.dtype)
+
+    def mode(self, wanted: str) -> str:
+        """`wanted` on a GPU; on a CPU the one that launches the same kernels one by one."""
+        launched = {"captured": "eager", "graph": "compiled"}
+        return wanted if self.device.type == "cuda" else launched[wanted]
+
+    def decode(self, mode: str, draft: Draft | None) -> dict[str, Any]:
+        """{ids, first and second: seconds of the two turns, tokens_per_second of the second, waits} of the prompts."""
+        s, device = self.s, self.device
+        engine = SpeculativeEngine(self.target, draft, k=s.k, mode=mode)
+        seconds, ids = list[float](), list[list[int]]()
+        for _ in range(2):  # the first turn loads, compiles and captures
+            synchronize(device)
+            start = time.perf_counter()
+            rounds = engine.speculate(self.prompts, rows=s.rows, max_new_tokens=s.max_new_tokens)
+            ids = [record.output_ids for record in collect_outputs(self.prompts, rounds)]
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        few = self.prompts[: s.rows]
+        records = engine.speculate(few, rows=s.rows, max_new_tokens=s.max_new_tokens)
+        for _ in range(3 * s.rows):  # first tokens come from prefill, which may upload its prompts
+            next(records, None)
+        waits = find_waits(device, lambda: [next(records, None) for _ in range(8)])
+        times = {"first": seconds[0], "second": seconds[1]}
+        return {
+            "ids": ids,
+            **times,
+            "tokens_per_second": sum(map(len, ids)) / seconds[1],
+            "waits": waits,
+        }
+
+    def judged(self, name: str, mode: str, draft: Draft | None) -> tuple[dict[str, Any], list[str]]:
+        """(a row of the result, its problems): texts that leave those of plain eager rounds where rounding does not
+        explain it, and waits."""
+        wanted = self.texts
+        found = self.decode(mode, draft)
+        ids = found.pop("ids")
+
+        def measure(item: TaskPrompt, answer: list[int], pair: tuple[int, int]) -> Sequence[float]:
+            return measure_pair(self.reference, item.prompt_ids, answer, pair, self.s.k)
+
+        left = find_mismatches(self.items, wanted, ids, measure)
+        problems = [
+            f"{name}, {mode}: prompt {m.id} leaves plain decoding at token {m.position}, by {m.gap}, and rounding "
+            f"explains {m.noise}"
+            for m in left
+            if not m.tie
+        ]
+        problems += [f"{name}, {mode}: the host waits at {place}" for place in found["waits"]]
+        same = {"same": len(ids) - len(left), "ties": sum(m.tie for m in left), "of": len(ids)}
+        return {"draft": name, "mode": mode, **same, **found}, problems
+
+    def compare(self, *cases: tuple[str, str, Draft | None]) -> dict[str, Any]:
+        """{rows, problems} of each (name, mode, draft); one that fails is a problem, and the others go on."""
+        rows, problems = list[Any](), list[str]()
+        for name, mode, draft in cases:
+            try:
+                row, own = self.judged(name, mode, draft)
+            except Exception as error:
+                problems.append(f"{name}, {mode}: {type(error).__name__}: {first_line(error)}")
+                continue
+            rows.append(row)
+            problems += own
+        return {"rows": rows, "problems": problems}
 
 
 def find_waits(device: torch.device, work: Callable[[], Any]) -> list[str]:
@@ -47,64 +166,186 @@ def find_waits(device: torch.device, work: Callable[[], Any]) -> list[str]:
     return sorted({f"{w.filename}:{w.lineno}" for w in waits})
 
 
-def decode_in(
-    mode: str, target: Target, draft: Draft | None, prompts: list[list[int]], s: GpuSmokeConfig
-) -> dict[str, Any]:
-    """{ids, tokens_per_second, waits} of the prompts in one mode."""
-    engine = SpeculativeEngine(target, draft, k=s.k, mode=mode)
-    seconds, ids = 0.0, list[list[int]]()
-    for _ in range(2):  # the first turn loads, compiles and captures
-        synchronize(target.runner.device)
-        start = time.perf_counter()
-        rounds = engine.speculate(prompts, rows=s.rows, max_new_tokens=s.max_new_tokens)
-        ids = [record.output_ids for record in collect_outputs(prompts, rounds)]
-        synchronize(target.runner.device)
-        seconds = time.perf_counter() - start
-    records = engine.speculate(prompts[: s.rows], rows=s.rows, max_new_tokens=s.max_new_tokens)
-    for _ in range(3 * s.rows):  # first tokens come from prefill, which may upload its prompts
-        next(records, None)
-    waits = find_waits(target.runner.device, lambda: [next(records, None) for _ in range(8)])
-    return {"ids": ids, "tokens_per_second": sum(map(len, ids)) / seconds, "waits": waits}
+# ---- the stages ----
 
 
-def measure(s: GpuSmokeConfig, target: Target, draft: Draft) -> dict[str, Any]:
-    """{decoding: a row for each draft and mode, training: losses, problems: a line each}."""
-    tasks = [Task(name, limit=s.rows) for name in ("code", "prose")]
-    prompts = [item.prompt_ids for task in tasks for item in load_task_prompts(task, target)]
-    device, rows, problems, losses = target.runner.device, list[Any](), list[str](), list[float]()
+def run_plain(s: GpuSmokeConfig) -> dict[str, Any]:
+    """Plain decoding, eager and captured. Before it a planted wait must be seen."""
+    work = Work.load(s)
+    device = work.device
+    found = work.compare(*(("plain", m, None) for m in dict.fromkeys(["eager", work.mode("captured")])))  # fmt: skip
     if device.type == "cuda" and not find_waits(device, torch.zeros(1, device=device).item):
-        problems.append("waits: a planted wait was not seen, so no wait would be")
-    for name, own in (("plain", None), (draft.name, draft)):
-        ids: dict[str, list[list[int]]] = {}
-        for mode in modes(device, s.compiled):
-            try:
-                found = decode_in(mode, target, own, prompts, s)
-            except Exception as error:  # the other modes are tried all the same
-                problems.append(f"{name}, {mode}: {type(error).__name__}: {error}")
-                continue
-            ids[mode], base = found.pop("ids"), SAME_KERNELS.get(mode, "eager")
-            same = sum(a == b for a, b in zip(ids[mode], ids.get(base, []), strict=False))
-            same_as = {"same_as": base, "same": same, "of": len(prompts)}
-            rows.append({"draft": name, "mode": mode, **same_as, **found})
-            if mode in SAME_KERNELS and same < len(prompts):
-                problems.append(f"{name}, {mode}: {same} of {len(prompts)} texts are {base}'s")
-            problems += [f"{name}, {mode}: the host waits at {place}" for place in found["waits"]]
+        found["problems"].append("a planted wait was not seen, so no wait would be")
+    return found
+
+
+def run_eagle3(s: GpuSmokeConfig) -> dict[str, Any]:
+    """The draft, eager and captured."""
+    work = Work.load(s)
+    modes = dict.fromkeys(["eager", work.mode("captured")])
+    return work.compare(*((work.draft.name, mode, work.draft) for mode in modes))
+
+
+def run_graph(s: GpuSmokeConfig) -> dict[str, Any]:
+    """Plain decoding and the draft in CUDA graphs of compiled rounds."""
+    work = Work.load(s)
+    if work.device.type == "cuda" and pick_mode("auto", work.target, [None]) != "graph":
+        raise Skip("torch has no Triton here to compile with")
+    mode = work.mode("graph")
+    return work.compare(("plain", mode, None), (work.draft.name, mode, work.draft))
+
+
+def run_split_kv(s: GpuSmokeConfig) -> dict[str, Any]:
+    """Plain decoding and the draft with the Triton kernel of attention."""
+    work = Work.load(s)
+    if work.device.type != "cuda":
+        raise Skip("split-KV attention is a kernel for GPUs")
+    mode = work.mode("captured")
+    assert work.texts  # by SDPA, before the kernel takes its place
+    attention.use_split_kv(True)
+    return work.compare(("plain", mode, None), (work.draft.name, mode, work.draft))
+
+
+def run_w8a8(s: GpuSmokeConfig) -> dict[str, Any]:
+    """Weights and activations in eight bits; its texts are compared with its own plain ones."""
     try:
-        step = training_step(target, sample_rows(prompts, 2, 64))
-        losses = [float(step()), float(step())]
-        if not losses[1] < losses[0]:
-            problems.append(f"training: the loss was {losses[0]} and is {losses[1]} after a step")
-    except Exception as error:
-        problems.append(f"training: {type(error).__name__}: {error}")
-    return {"decoding": rows, "training": losses, "problems": problems}
+        work = Work.load(s, "w8a8")
+    except UserError as error:  # it is refused on CUDA
+        raise Skip(str(error)) from error
+    mode = work.mode("captured")
+    return work.compare(("plain", mode, None), (work.draft.name, mode, work.draft))
+
+
+def run_vllm(s: GpuSmokeConfig) -> dict[str, Any]:
+    """vLLM on the same device, beside our loaded target. How many texts are ours is told and no problem: it rounds
+    otherwise."""
+    try:
+        if not vllm_client.has_vllm(s.vllm_python):
+            raise Skip("the environment of --vllm_python has no vLLM")
+    except UserError as error:
+        raise Skip(str(error)) from error
+    work = Work.load(s)
+    wanted = work.texts
+    job = vllm_client.build_job(
+        s.target,
+        work.prompts,
+        dtype=work.dtype,
+        max_new_tokens=s.max_new_tokens,
+        max_model_len=vllm_client.context_length(work.prompts, 0, s.max_new_tokens),
+    )
+    (result,) = vllm_client.run_jobs(s.vllm_python, [job])
+    if "error" in result:
+        return {"rows": [], "problems": [f"vLLM: {result['error']}"]}
+    ids = [answer["ids"][0] for answer in result["answers"]]
+    seconds = sum(answer["seconds"] for answer in result["answers"])
+    row = {"same": sum(map(list.__eq__, ids, wanted)), "of": len(ids), "ran": result["ran"]}
+    speed = {"tokens_per_second": sum(map(len, ids)) / seconds, "version": result["vllm"]}
+    return {"rows": [{"draft": "vLLM, one prompt at a time", **row, **speed}], "problems": []}
+
+
+def run_training(s: GpuSmokeConfig) -> dict[str, Any]:
+    """Steps of an EAGLE-3 head on the same samples, after which its loss must be lower."""
+    work = Work.load(s)
+    method = attention_in_force("auto", work.device.type)
+    with attention.training_attention(method):
+        step = training_step(work.target, sample_rows(work.prompts, 2, 64))
+        losses, seconds = list[float](), list[float]()
+        for _ in range(TRAINING_STEPS):
+            start = time.perf_counter()
+            losses.append(float(step()))
+            seconds.append(time.perf_counter() - start)
+    fell = losses[-1] < losses[0]
+    problem = f"the loss was {losses[0]} and is {losses[-1]} after {TRAINING_STEPS - 1} steps"
+    row = {"attention": method, "losses": losses, "seconds": seconds}
+    return {"rows": [row], "problems": [] if fell else [problem]}
+
+
+Stage = Callable[[GpuSmokeConfig], dict[str, Any]]
+STAGES: dict[str, tuple[float, Stage]] = {
+    "plain": (90, run_plain),
+    "eagle3": (90, run_eagle3),
+    "graph": (180, run_graph),
+    "split_kv": (75, run_split_kv),
+    "w8a8": (60, run_w8a8),
+    "vllm": (150, run_vllm),
+    "training": (90, run_training),
+}
+"""{name: (seconds that it may take, what it does)}, in the order of what they are worth."""
+
+
+def run_stage(s: GpuSmokeConfig) -> dict[str, Any]:
+    """What the stage `s.stage` found: {rows, problems}, or {skipped}."""
+    try:
+        return STAGES[s.stage][1](s)
+    except Skip as reason:
+        return {"rows": [], "problems": [], "skipped": str(reason)}
+
+
+# ---- all of them ----
+
+
+def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
+    """`run_stage` in a process of its own, which ends with all that it started after `limit` seconds: neither code that
+    is compiled for ever nor a GPU in an error takes the later stages along. That is a problem where it is the stage's
+    own limit, and not where the time of all was up ("cut")."""
+    own = {name: x for name, x in vars(s).items() if x != getattr(GpuSmokeConfig(), name)}
+    own |= {"out": ""}
+    texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in own.items()}
+    script = str(Path(__file__).with_name("gpu_smoke.py"))
+    process = subprocess.Popen(
+        [sys.executable, script, *(f"--{name}={text}" for name, text in texts.items())],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        late = f"not done after {limit:.0f} s"
+        return {"rows": [], "problems": [late] if limit >= STAGES[s.stage][0] else [], "cut": late}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode != 0:
+        said = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        return {"rows": [], "problems": [said.removeprefix("error: ")]}
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
 
 
 def check_gpu(s: GpuSmokeConfig) -> None:
-    """Prints what was measured, and its problems; exit code 1 if there are any."""
+    """Runs the stages in order until `s.seconds` are over, and writes the JSON after each; exit code 1 if any has a
+    problem. With `s.stage` it runs and prints that one alone."""
+    if s.stage and s.stage not in STAGES:
+        raise UserError(f"no stage {s.stage!r}; there are {', '.join(STAGES)}")
+    if s.stage:
+        files.write_result("", run_stage(s))
+        return
     check_file(s.out)
-    # No text ends early: otherwise rounds may be over before their waits are looked for.
-    target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
-    found = measure(s, target, load_draft(s.draft, target, dtype=s.dtype))
-    files.write_result(s.out, {**found, "settings": vars(s), **to_json(provenance.collect())})
-    sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in found["problems"]))
-    sys.exit(1 if found["problems"] else 0)
+    start = time.monotonic()
+    stages: dict[str, Any] = {}
+    problems: list[str] = []
+    told = {"settings": vars(s), **to_json(provenance.collect())}
+
+    def result() -> dict[str, Any]:
+        spent = time.monotonic() - start
+        return {"stages": stages, "problems": problems, "seconds": round(spent, 1), **told}
+
+    for name, (limit, _) in STAGES.items():
+        left = s.seconds - (time.monotonic() - start)
+        if left < LEAST:
+            stages[name] = {"result": "not run", "limit": 0}
+        else:
+            begun = time.monotonic()
+            found = run_apart(replace(s, stage=name), min(limit, left))
+            kind = next((x for x in ("problems", "skipped", "cut") if found.get(x)), "done")
+            seconds = round(time.monotonic() - begun, 1)
+            stages[name] = {"result": kind, "seconds": seconds, "limit": min(limit, left), **found}
+            own = [f"{name}: {problem}" for problem in found["problems"]]
+            problems += own
+            sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in own))
+        took = stages[name].get("seconds", 0.0)
+        sys.stderr.write(f"{name}: {stages[name]['result']}, {took:.0f} s\n")
+        if s.out:
+            files.write_atomically(Path(s.out), json.dumps(result()) + "\n")
+    files.write_result(s.out, result())
+    sys.exit(1 if problems else 0)

@@ -1,16 +1,21 @@
-"""What a GPU has to show first: captured rounds, no wait inside a round, tokens a second, one training step.
+"""What a GPU has to show first, in ten minutes: stages in the order of what they are worth, each with a limit.
 
-    python scripts/lab/gpu_smoke.py --target T --draft D --dtype bfloat16 --out smoke.json
+    python scripts/lab/gpu_smoke.py --target T --draft EAGLE3 --out smoke.json
 
-NOT RUN ON A GPU YET. On a CPU the same path runs without CUDA graphs and without the search for waits. Plain decoding
-and the draft decode the same prompts greedily in every mode that the machine has:
+NOT RUN ON A GPU YET. On a CPU the same stages run without CUDA graphs, without the search for waits and without the
+kernel for GPUs.
 
-  same     `captured` rounds must write eager's tokens and `graph` rounds those of `compiled` ones, which run the same
-           kernels. How many texts compiled code writes as eager does is reported and no error: near ties may differ
-  waits    places where the host waits for the device inside a round: there must be none. A planted wait must be found
-  speed    tokens a second of whole requests, after a first turn that loads, compiles and captures
-Then an EAGLE-3 head is trained for a step, after which its loss on the same samples must be lower. The last line is
-JSON: the machine, the versions, what was measured, and `problems`. Exit code 1 if there are any.
+  plain, eagle3   eager and captured rounds
+  graph           CUDA graphs of compiled rounds, plain and with the draft
+  split_kv, w8a8  the Triton kernel of attention; eight bits (refused on CUDA, with the reason)
+  vllm            vLLM beside our target on the device: what it ran with, its tokens a second
+  training        steps of an EAGLE-3 head on the same samples, after which its loss must be lower
+
+Texts must be those of plain eager decoding. Where one leaves them, the two tokens' gap in the next wider dtype is
+compared with what rounding moves it by, as in eval/run.py: a near tie is counted, anything else is a problem. So is a
+place where the host waits for the device inside a round (a planted wait must be found), a stage that fails, and one
+that is not done within its own limit. The JSON is written after each stage, with the machine and the versions; what the
+time of all was not enough for is "cut" or "not run". Exit code 1 if there is any problem.
 """
 
 import sys

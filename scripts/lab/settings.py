@@ -7,6 +7,7 @@ from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
+    DtypeName,
     LearningRate,
     Seed,
     Share,
@@ -78,16 +79,21 @@ class FloorConfig(BenchSettings, TargetSettings):
 @dataclass
 class GpuSmokeConfig(BenchSettings):
     target: str = "assets/target"
-    draft: str = "assets/draft"
-    """A draft for it that proposes on the device."""
+    draft: str = ""
+    """A draft for it that proposes on the device; empty: a new EAGLE-3 head, which has learned nothing."""
     k: DraftLength = 4
     rows: Count = 2
     """Prompts decoded together, half of all."""
     max_new_tokens: Count = 64
-    compiled: bool = True
-    """Also the compiled modes, which take a minute or more."""
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: DtypeName = "auto"
+    """auto: on a GPU what the checkpoint is stored in, else float32."""
+    seconds: Annotated[float, at_least(1)] = 570.0
+    """Seconds for all stages; those that do not fit are not run."""
+    vllm_python: str = ""
+    """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
+    stage: str = ""
+    """Run only this stage and print its JSON (used internally)."""
 
 
 @dataclass

@@ -18,9 +18,10 @@ from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import pick_draft
 from decode.drafts.settings import GenerateConfig
 from decode.engine.records import DecodeRecord, RoundRecord
+from decode.model import loading
 from decode.model.loading import Target
 from tests.decode.engine.test_text_stream import llama, metaspace
-from tests.tiny import tiny_model, tiny_target
+from tests.tiny import tiny_config, tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
 
 
@@ -207,3 +208,41 @@ def test_rejected_tokens_show_whole_characters_alone(
     out = capsys.readouterr().out.strip()
     # The emoji is green: the last of its tokens was accepted.
     assert out == "p\x1b[9;31mxé\x1b[0m\x1b[32m🙂\x1b[0m\x1b[1;34m!\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("device", "stored", "emulated", "dtype"),
+    [
+        ("cuda", torch.bfloat16, False, "bfloat16"), ("cuda", torch.bfloat16, True, "float16"),
+        ("cuda:1", torch.float16, True, "float16"), ("cuda", torch.float32, False, "float32"),
+        ("cuda", None, False, "bfloat16"), ("cpu", torch.bfloat16, False, "float32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("asked", ["", "int8"])
+def test_a_gpu_computes_in_the_checkpoint_s_dtype(
+    device: str, stored: torch.dtype | None, emulated: bool, dtype: str, asked: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Catches weights of two bytes that are loaded as four, bfloat16 on a card that emulates it, another dtype of the
+    draft, and another dtype on a CPU than before."""
+    config = tiny_config("qwen3")
+    config.dtype = stored
+    config.save_pretrained(tmp_path)
+    found: list[str] = []
+
+    def load(placement: Any, name: str, device: str, dtype: str, revision: Any) -> Target:
+        found.append(dtype)
+        return replace(tiny_target(tiny_model("llama")), tokenizer=byte_tokenizer())
+
+    def pick(name: str, target: Target, dtype: str) -> Draft:
+        found.append(dtype)
+        raise UserError("enough")
+
+    monkeypatch.setattr(loading, "pick_device", lambda name: device)
+    monkeypatch.setattr(loading, "has_bfloat16", lambda: not emulated)
+    monkeypatch.setattr(continuation, "load_target", load)
+    monkeypatch.setattr(continuation, "pick_draft", pick)
+    more = {"dtype": asked} if asked else {}
+    with pytest.raises(UserError, match="enough"):
+        generate.main(GenerateConfig(prompt="3", target=str(tmp_path), device=device, **more))
+    assert found == [asked or dtype] * 2

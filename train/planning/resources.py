@@ -34,8 +34,8 @@ def memory_breakdown(run: ShapeRun, load: StepWorkload, mixed: bool) -> dict[str
     memory = run.step(rows, mixed, accumulates).memory
     if load.processes > 1:
         memory["gradients in exchange"] = 4 * run.trained
-    # On CUDA AdamW makes copies of all gradients, which exist after the activations are freed.
-    update = sum(memory[name] for name in WEIGHTS) + 8 * run.trained
+    # Unless it is fused, AdamW makes copies of all gradients on CUDA, which exist after the activations are freed.
+    update = sum(memory[name] for name in WEIGHTS) + (0 if run.fused else 8 * run.trained)
     return memory | {"optimiser's copies beyond that": max(0, update - sum(memory.values()))}
 
 

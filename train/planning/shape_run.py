@@ -376,6 +376,7 @@ class ShapeRun:
         self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in ids)
         self.state_bytes = memory.now[STATES]
         self.trains_target = draft.trains_target
+        self.fused = s.loop.fused_adamw
         self.saved_in_float32 = draft.is_language_model and not draft.trains_target
         vocabulary = self.trainable.metadata.get("vocabulary")
         memory.widths = {self.vocab, self.vocab if vocabulary is None else vocabulary.size}

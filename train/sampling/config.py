@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
+from decode.common.ranges import (
+    Count,
+    CountOrZero,
+    DraftLength,
+    Share,
+    Spellings,
+    above,
+    at_least,
+)
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams, TargetSettings
 from decode.common.template_choice import TemplateSetting
@@ -44,14 +52,19 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     max_new_tokens: CountOrZero = 0
     """Tokens of the longest answer; 0: 2,048 where the target's chat template writes thoughts, 1,024 with another one,
     256 for a target without any. A chat ends with the first reply that was cut off here."""
-    engine: Literal["local", "openai", "vllm"] = "local"
-    """local: this project's engine loads the target; openai: a server that speaks OpenAI's API answers (vLLM, SGLang,
-    llama.cpp), and only the target's tokenizer and chat template are loaded; vllm: such a server is started for this
-    run, and ended with it."""
+    engine: Annotated[
+        Literal["auto", "local", "openai", "vllm"], Spellings({"draftsmith": "local"})
+    ] = "auto"
+    """local, or draftsmith: this project's engine loads the target; openai: a server that speaks OpenAI's API answers
+    (vLLM, SGLang, llama.cpp), and only the target's tokenizer and chat template are loaded; vllm: such a server is
+    started for this run, and ended with it; auto: vllm on a GPU where it is installed and the other settings are not
+    of the local engine, else local."""
     vllm_python: str = ""
-    """engine vllm: the interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
+    """engines vllm and auto: the interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else
+    .venv-vllm/bin/python."""
     vllm_args: list[str] = field(default_factory=list)
-    """engine vllm: further arguments of its server, such as '[--tensor-parallel-size, "4"]'."""
+    """engines vllm and auto: further arguments of its server, such as '[--tensor-parallel-size, "4"]'. Empty: a copy of
+    the target on the GPU of each process."""
     start_timeout: Annotated[float, above(0, 86_400)] = 1800.0
     """engine vllm: seconds that its server may take to load the target."""
     url: str = ""
@@ -60,14 +73,16 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     model: str = ""
     """engine openai: the server's name for the target; empty: the only model that it serves."""
     concurrency: Annotated[int, at_least(1, 4096)] = 32
-    """engines openai and vllm: requests that each process has open at the same time."""
+    """engines openai and vllm: requests that each process has open at the same time; 256 at least where auto chose
+    vllm."""
     timeout: Annotated[float, above(0, 86_400)] = 600.0
     """engines openai and vllm: seconds until a request is given up and tried again."""
     retries: CountOrZero = 8
     """engines openai and vllm: how often a request is repeated, after waits that double from 1 to 60 seconds, before
     its prompt counts as failed. A failed prompt is asked again by the next start."""
     batch_size: Count = 32
-    """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
+    """Prompts decoded together by each process, fewer where a GPU lacks the memory. A row that is finished is refilled
+    with the next prompt."""
     draft: str = "none"
     """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
     because speculative decoding is lossless."""
@@ -89,7 +104,7 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
 
     @property
     def served(self) -> bool:
-        return self.engine != "local"
+        return self.engine in ("openai", "vllm")
 
 
 @dataclass

@@ -101,6 +101,9 @@ class LoopConfig:
     """Share of the peak to which the learning rate falls along a cosine, until the last step; 1: it stays."""
     muon_lr: Annotated[float, at_least(0, 10)] = 0.0
     """Peak learning rate of Muon for the weight matrices inside layers, such as 0.02; 0: AdamW trains them as well."""
+    fused_adamw: bool = True
+    """On a GPU AdamW is one kernel for all weights, without copies of the gradients; false: torch's own choice, as on a
+    CPU."""
     warmup: Annotated[float, at_least(0)] = 50
     """Steps of linear warm-up; below 1: as a share of all steps."""
     weight_decay: Annotated[float, at_least(0, 100)] = 0.0

@@ -15,9 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed, str_to_bool
 from rich.console import Console
+from torch.utils._triton import has_triton
 
 from decode.common import files, machine
 from decode.common.errors import UserError
@@ -251,13 +253,25 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     return s, accelerator
 
 
+def attention_in_force(asked: str, device_type: str) -> str:
+    """How training attends: for `auto` by flex_attention on a GPU that its kernels are made for (compute capability 8.0
+    or newer, where torch has Triton), else as `asked`."""
+    if asked != "auto" or device_type != "cuda" or not has_triton():
+        return asked
+    return "flex" if torch.cuda.get_device_capability() >= (8, 0) else asked
+
+
 def in_force(s: DistillConfig, accelerator: Accelerator) -> str:
     """The line that says how the draft is trained, by settings and launcher."""
     rows = s.loop.batch_size // accelerator.num_processes
     parts, size = math.ceil(rows / s.loop.micro_batch), min(rows, s.loop.micro_batch)
+    kernels = ""
+    if accelerator.device.type == "cuda":
+        attends = attention_in_force(s.draft.attention, "cuda")
+        kernels = f", attention {attends}{', AdamW fused' if s.loop.fused_adamw else ''}"
     return (
         f"{LaunchKind.of(accelerator)}, {accelerator.device}, loop.clip {s.loop.clip:g}, {s.loop.batch_size} samples a "
-        f"step ({parts} micro-batch(es) of {size} in a process)"
+        f"step ({parts} micro-batch(es) of {size} in a process){kernels}"
     )
 
 

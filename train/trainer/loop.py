@@ -51,8 +51,11 @@ def build_optimizers(draft: TrainableDraft, s: LoopConfig) -> list[torch.optim.O
     groups: list[dict[str, Any]] = [{"params": rest}]
     if draft.low_lr_parameters:
         groups.append({"params": list(draft.low_lr_parameters), "scale": 0.25})
+    weights = [p for group in groups for p in group["params"]]
+    # Its kernel is for weights that are all on a GPU; None leaves the choice to torch.
+    fused = True if s.fused_adamw and weights and all(p.is_cuda for p in weights) else None
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
+        torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay, fused=fused)
     ]
     if matrices:
         optimizers.append(Muon(matrices, s.muon_lr, s.weight_decay))

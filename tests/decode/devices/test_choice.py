@@ -11,6 +11,7 @@ from decode.common import damage
 from decode.common.errors import UserError
 from decode.devices import choice
 from decode.devices.choice import pick_device
+from train.trainer import launch
 from train.trainer.collective import join_processes
 
 KERNEL = (
@@ -212,3 +213,45 @@ def test_training_and_sampling_ask_as_well(
         join_processes()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert join_processes().device == torch.device("cpu")
+
+
+def as_before(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a fault back that the first hour on a GPU would have met."""
+    if fault == "torch alone is asked":
+        monkeypatch.setattr(choice, "unusable_gpu", lambda: None)
+    elif fault == "no card is looked at":
+        monkeypatch.setattr(choice, "check_card", lambda index: None)
+    else:
+        monkeypatch.setattr(choice, "has_bfloat16", torch.cuda.is_bf16_supported)
+
+
+@pytest.mark.parametrize(
+    "fault", ["torch alone is asked", "no card is looked at", "emulated bfloat16 counts"]
+)
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_faults_of_the_first_hour_are_seen(
+    planted: bool, fault: str, machine: Machine, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Planted: what the tests above and that of a T4 are for, each beside the same machine without it."""
+    machine("13.0", KERNEL.format("", " Kernel Module", "535.183.01"))
+    if fault != "torch alone is asked":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: KERNELS["cu130"])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100")
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+        )
+    if planted:
+        as_before(fault, monkeypatch)
+    if fault == "emulated bfloat16 counts":
+        claims = launch.Claims()
+        found = launch.settle_precision("auto", claims, "cuda", choice.has_bfloat16())
+        assert found == ("bf16" if planted else "fp16")
+    elif planted:  # without a word
+        where = "cpu" if fault == "torch alone is asked" else "cuda"
+        assert (pick_device("auto"), capsys.readouterr().err) == (where, "")
+    else:
+        with pytest.raises(UserError, match="driver 580 or newer|compute capability 7.0"):
+            pick_device("auto")

@@ -578,6 +578,18 @@ def test_what_stays_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert (len(experts), len(slow)) == (1, 0 if vnni.is_available() else 1)
 
 
+def test_eight_bits_on_a_gpu_without_the_refusal_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the test below where nothing is refused: the layers are then built on the GPU, by what it has."""
+    monkeypatch.setattr(conversion, "ON_CUDA", "")
+    built: list[str] = []
+    monkeypatch.setattr(conversion, "quantize_network", lambda layer, dtype: built.append(dtype))
+    monkeypatch.setattr(conversion, "replace_head", lambda model, kind: None)
+    target = tiny_target(tiny_model("llama"))
+    with fake_gpu(target):
+        quantize_model(target.runner.model, "w8a8", "target 'T'")
+    assert built == ["w8a8"] * 3
+
+
 @pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
 def test_a_gpu_has_no_right_product_of_eight_bits(dtype: str) -> None:
     """Catches torchao's layer, whose sums of few rows are wrong beyond 2^24, and a refusal without its reason."""

@@ -1,6 +1,7 @@
 """What is timed is decoding: every shape was compiled before the first clock starts."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft, SuffixDraft
 from decode.engine import compiled as engine_compile
 from decode.engine import round as rounds
+from decode.engine.engine import SpeculativeEngine
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from eval.benchmark import timing
@@ -123,3 +126,22 @@ def graphs_made_while_timing(monkeypatch: pytest.MonkeyPatch, graphs: list[int])
 
     monkeypatch.setattr(timing, "decode_batch", counted)
     return during
+
+
+@pytest.mark.parametrize("measure", [time_all, sweep_all])
+@pytest.mark.parametrize("fewer", [1, 0])
+def test_a_batch_beyond_the_memory_is_not_measured_as_a_smaller_one(
+    fewer: int, measure: Callable[..., TimingResult], context: TimingContext, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Catches a batch of 3 that is decoded by 2 rows on a GPU without room, and told as one of 3."""
+    monkeypatch.setattr(
+        SpeculativeEngine, "rows_that_fit", lambda self, prompts, new, rows: min(rows, 3 - fewer)
+    )
+    context = replace(context, mode="eager")
+    own = method("ngram", context)
+    if fewer == 0:
+        assert all(measure(context, own, Journal(tmp_path / "j", {}), 3).records.values())
+        return
+    with pytest.raises(UserError, match="^batch size 3: the GPU has memory for 2 rows of these"):
+        measure(context, own, Journal(tmp_path / "j", {}), 3)

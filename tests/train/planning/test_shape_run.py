@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,18 @@ def test_targets_of_all_kinds_have_estimates(kind: str) -> None:
     cost = run.step(made_up_rows(2, 40, 20, run.vocab), mixed=True)
     assert cost.flops > cost.target_flops > 0
     assert sum(cost.memory.values()) > cost.memory[TARGET] + cost.memory[DRAFT] > 0
+
+
+@pytest.mark.parametrize(("fused", "copies"), [(True, 0), (False, 350)])
+def test_copies_of_gradients_are_those_of_an_update_in_pieces(fused: bool, copies: int) -> None:
+    """Catches copies that a fused update does not make, and an update in pieces that is estimated without them."""
+    step = {TARGET: 7, DRAFT: 400, STATES: 800, shape_run.GRADIENTS: 400, shape_run.ACTIVATIONS: 50}
+    run: Any = SimpleNamespace(
+        vocab=9, trained=100, fused=fused, step=lambda *_: SimpleNamespace(memory=step)
+    )
+    load = StepWorkload(1, 4, 2, 4, 2, 1)
+    parts = resources.memory_breakdown(run, load, mixed=True)
+    assert parts["optimiser's copies beyond that"] == copies
 
 
 def test_memory_and_disk_are_what_they_are_made_of() -> None:
