@@ -20,6 +20,8 @@ from rich.progress import (
 
 LINE_SECONDS = 30.0
 """Seconds between two lines of one task in a log."""
+FIRST_SECONDS = 3.0
+"""The first line comes as soon as a unit is finished, but not for tasks that are shorter."""
 
 
 def progress_bars(
@@ -64,8 +66,8 @@ class LoggedTask:
 
 
 class ProgressLog:
-    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every LINE_SECONDS for each task, and a last
-    one. The newest task has them also while nothing of it is finished.
+    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: for each task a line once its first unit is finished, one
+    every LINE_SECONDS, and a last one. The newest task has them also while nothing of it is finished.
 
     It has those methods of rich's Progress that this project calls, so that one can stand for the other.
     """
@@ -112,7 +114,8 @@ class ProgressLog:
 
     def _print_if_due(self, task: LoggedTask) -> None:
         with self._printing:
-            if time.monotonic() - task.printed_at >= LINE_SECONDS:
+            first = task.printed == task.initial != task.completed
+            if time.monotonic() - task.printed_at >= (FIRST_SECONDS if first else LINE_SECONDS):
                 self._print(task)
 
     def _print(self, task: LoggedTask) -> None:

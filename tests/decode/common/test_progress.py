@@ -34,7 +34,8 @@ def log_console() -> Console:
 
 
 def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches silence for hours, a line for every step, and wrong counts, speeds or remaining times."""
+    """Catches silence before the first line and for hours, a line for every step, and wrong counts, speeds or
+    remaining times."""
     bars = progress_bars(log_console(), fields=("loss",))
     assert isinstance(bars, ProgressLog)
     with bars:
@@ -43,8 +44,9 @@ def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFi
             clock.now += 1
             bars.update(task, completed=2 * step, loss=f"loss {step}")
     assert capsys.readouterr().err.splitlines() == [
-        "train 60/720, 2/s, loss 30, 5 min 30 s left",
-        "train 120/720, 2/s, loss 60, 5 min 0 s left",
+        "train 6/720, 2/s, loss 3, 5 min 57 s left",
+        "train 66/720, 2/s, loss 33, 5 min 27 s left",
+        "train 126/720, 2/s, loss 63, 4 min 57 s left",
         "train 130/720, 2/s, loss 65, 4 min 55 s left",
     ]
 
@@ -58,10 +60,11 @@ def test_the_interval_counts_for_each_task(
         one, other = bars.add_task("one", total=10), bars.add_task("other")
         clock.now += 4
         bars.advance(one)
-        clock.now += 1
+        clock.now += 5
         bars.advance(one, 2)
         bars.advance(other)
-    assert capsys.readouterr().err.splitlines() == ["one 3/10, 0.6/s, 12 s left", "other 1, 0.2/s"]
+    said = ["one 1/10, 0.25/s, 36 s left", "one 3/10, 0.333/s, 21 s left", "other 1, 0.111/s"]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_work_done_before_is_no_speed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
