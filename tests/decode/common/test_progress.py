@@ -44,10 +44,24 @@ def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFi
             clock.now += 1
             bars.update(task, completed=2 * step, loss=f"loss {step}")
     assert capsys.readouterr().err.splitlines() == [
-        "train 6/720, 2/s, loss 3, 5 min 57 s left",
-        "train 66/720, 2/s, loss 33, 5 min 27 s left",
-        "train 126/720, 2/s, loss 63, 4 min 57 s left",
+        "train 60/720, 2/s, loss 30, 5 min 30 s left",
+        "train 120/720, 2/s, loss 60, 5 min 0 s left",
         "train 130/720, 2/s, loss 65, 4 min 55 s left",
+    ]
+
+
+def test_the_first_line_comes_with_a_tenth(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches half a minute of silence, and a time left that the shortest answer alone foretells."""
+    with progress_bars(log_console()) as bars:
+        task = bars.add_task("answering", total=240)
+        for done, seconds in ((1, 10), (23, 1), (24, 1), (48, 10)):
+            clock.now += seconds
+            bars.update(task, completed=done)
+    assert capsys.readouterr().err.splitlines() == [
+        "answering 24/240, 2/s, 1 min 48 s left",
+        "answering 48/240, 2.18/s, 1 min 28 s left",
     ]
 
 
