@@ -43,6 +43,15 @@ COMMANDS = {
     "publish": ("scripts/publish.py", "card, figures, serving lines; the Hub"),
 }
 
+OTHER_WORDS = {
+    "medusa2": "Medusa heads, trained together with the target",
+    "ngram": "copies what followed the last tokens earlier in the text; not trained",
+    "suffix": "the same, by how often a continuation was seen (SuffixDecoding); not trained",
+    "grammar": "the tokens that a grammar forces; not trained",
+    "early-exit": "the target's first layers; not trained",
+    "swift": "the target without the sub-layers that a search skips (SWIFT); not trained",
+}
+
 
 def usage() -> str:
     lines = [__doc__ or ""]
@@ -54,7 +63,8 @@ def listed(what: str) -> list[str]:
     """What there is of a kind. SystemExit for another word, and for files that were not installed."""
     root = files.ROOT
     if what == "recipes":
-        return found(str(file.relative_to(root)) for file in (root / "configs").rglob("*.yaml"))
+        folder = root / "configs" / "distill"
+        return found(str(file.relative_to(root)) for file in folder.glob("*.yaml"))
     if what == "tasks":
         return found(file.stem for file in (root / "assets" / "tasks").glob("*.yaml"))
     if what == "engines":
@@ -62,9 +72,10 @@ def listed(what: str) -> list[str]:
 
         return [f"{name} {engine.version}" for name, engine in ENGINES.items()]
     if what == "families":
-        from decode.drafts.registry import DRAFT_FAMILIES
+        from train.families.registry import TRAINED_FAMILIES
 
-        return list(DRAFT_FAMILIES)
+        trained = {name: family.description for name, family in TRAINED_FAMILIES.items()}
+        return [f"{name:10}  {about}" for name, about in (trained | OTHER_WORDS).items()]
     refuse("draftsmith ls families, tasks, recipes or engines")
 
 

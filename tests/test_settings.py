@@ -3,11 +3,12 @@
 import dataclasses
 import importlib
 import inspect
+import itertools
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -27,7 +28,8 @@ from scripts.lab.settings import BuildTargetConfig
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
 from train import answering
-from train.settings.training import AcceptanceEvalConfig
+from train.families.registry import TRAINED_FAMILIES
+from train.settings.training import AcceptanceEvalConfig, LossName
 from train.trainer.acceptance_eval import AcceptanceEval
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +118,25 @@ def say_help(*files: object) -> subprocess.CompletedProcess[str]:
     """The --help of these commands, one after the other in one process that has none of SLOW."""
     words = [sys.executable, "-c", HELP, *map(str, files)]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "choices"),
+    [
+        ("train/distill.py", "--draft.family", TRAINED_FAMILIES),
+        ("train/distill.py", "--loss", get_args(LossName)),
+        ("eval/run.py", "--mode", ("auto", "eager", "captured", "compiled", "graph")),
+    ],
+)
+def test_the_short_help_lists_choices(
+    command: str, name: str, choices: Iterable[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a help of 80 columns that cuts off what can be chosen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = say_help(command).stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{name} "))
+    below = itertools.takewhile(lambda line: line.startswith("    "), lines[at + 1 :])
+    assert " ".join(below).split()[::2] == [*choices]
 
 
 def test_help_is_said_without_torch() -> None:

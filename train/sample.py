@@ -7,8 +7,8 @@
     python train/sample.py --engine draftsmith --target T --sources … --out DIR   # by our engine, also beside vLLM
     python train/sample.py --origin text --target T --sources '[{kind: file, path: chats.jsonl}]' --turns all --out DIR
 
-Several processes share the prompts. After a kill the same command resumes: no answer is lost, no prompt is answered
-twice, and each answer is the same as without the kill, because its random numbers depend on its id alone.
+Several processes share the prompts. After a kill the same command resumes: what was answered in the last minute may be
+answered again, and each answer is the same as without the kill, because its random numbers depend on its id alone.
 """
 
 import sys

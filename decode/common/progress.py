@@ -20,6 +20,10 @@ from rich.progress import (
 
 LINE_SECONDS = 30.0
 """Seconds between two lines of one task in a log."""
+FIRST_SECONDS = 3.0
+FIRST_SHARE = 0.1
+"""The first line comes with this share of the units, but not for tasks that are shorter. (Of a batch the shortest
+answers are finished first: one says nothing of the time that all take.)"""
 
 
 def progress_bars(
@@ -64,8 +68,8 @@ class LoggedTask:
 
 
 class ProgressLog:
-    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every LINE_SECONDS for each task, and a last
-    one. The newest task has them also while nothing of it is finished.
+    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: for each task a line once FIRST_SHARE is finished, one
+    every LINE_SECONDS, and a last one. The newest task has them also while nothing of it is finished.
 
     It has those methods of rich's Progress that this project calls, so that one can stand for the other.
     """
@@ -112,7 +116,9 @@ class ProgressLog:
 
     def _print_if_due(self, task: LoggedTask) -> None:
         with self._printing:
-            if time.monotonic() - task.printed_at >= LINE_SECONDS:
+            done, total = task.completed - task.initial, task.total or 0
+            first = task.printed == task.initial and 0 < FIRST_SHARE * total <= done
+            if time.monotonic() - task.printed_at >= (FIRST_SECONDS if first else LINE_SECONDS):
                 self._print(task)
 
     def _print(self, task: LoggedTask) -> None:

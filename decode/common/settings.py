@@ -520,6 +520,10 @@ def _help(settings: type, about: str, values: dict[str, Any], start: Any, everyt
         for name, text in shown:
             meaning = textwrap.shorten(_first_sentence(text), width - column, placeholder=" …")
             lines += [f"{name:{column}}{meaning}"]
+            if choices := re.search(r" \(type: ([^,()]+(?: \| [^,()]+)+)", text):
+                # Values are not broken at their hyphens.
+                wrapped = textwrap.wrap(choices[1], width - 4, break_on_hyphens=False)
+                lines += [" " * 4 + line for line in wrapped]
         names = sum(name.startswith("--") for name, _ in described)
         lines += [
             "",
@@ -549,8 +553,11 @@ def _first_sentence(text: str) -> str:
     return f"{first} [{default}]" if default and len(default) < 40 else first
 
 
-def _described(cls: type, values: Any, prefix: str, start: Any = None) -> Iterator[tuple[str, str]]:
-    """(name, meaning with type and default) of each setting of a dataclass and of the groups in it."""
+def _described(
+    cls: type, values: Any, prefix: str, start: Any = None, one_of: OneOf | None = None
+) -> Iterator[tuple[str, str]]:
+    """(name, meaning with type and default) of each setting of a dataclass, perhaps one of several, and of the groups
+    in it."""
     values = values if isinstance(values, dict) else {}
     meanings = _meanings(cls)
     for field in dataclasses.fields(cls):
@@ -558,12 +565,14 @@ def _described(cls: type, values: Any, prefix: str, start: Any = None) -> Iterat
         default = getattr(start, field.name) if type(start) is cls else _default(field)
         name, inner = prefix + field.name, values.get(field.name, {})
         (arm, *_) = arms = _arms(kind)
-        if isinstance(arm, OneOf):
-            arm = _chosen(arm, inner if isinstance(inner, dict) else {}, default, name)
+        group = arm if isinstance(arm, OneOf) else None
+        if group is not None:
+            arm = _chosen(group, inner if isinstance(inner, dict) else {}, default, name)
         if dataclasses.is_dataclass(arm):
-            yield from _described(arm, inner, f"{name}.", default)  # type: ignore[arg-type]
+            yield from _described(arm, inner, f"{name}.", default, group)  # type: ignore[arg-type]
             continue
-        facts = f"type: {_named(kind)}"
+        is_tag = one_of is not None and field.name == one_of.tag
+        facts = f"type: {' | '.join(one_of.classes) if one_of and is_tag else _named(kind)}"
         if default is not MISSING:
             plain = json.dumps(default, default=dataclasses.asdict, ensure_ascii=False)
             facts += f", default: {default if isinstance(default, str) and default else plain}"

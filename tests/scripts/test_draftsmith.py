@@ -7,6 +7,7 @@ import time
 import pytest
 import yaml
 
+from decode.drafts.registry import DRAFT_FAMILIES
 from scripts import draftsmith
 from tests import worlds
 
@@ -45,13 +46,21 @@ def test_a_command_gets_its_words() -> None:
 @pytest.mark.parametrize(
     ("what", "one"),
     [
-        ("families", "dspark"),
         ("tasks", "humaneval"),
         ("recipes", "configs/distill/qwen3-8b-eagle3.yaml"),
     ],
 )
 def test_lists(what: str, one: str) -> None:
     assert one in draftsmith.listed(what)
+
+
+def test_families_have_a_line_each_and_recipes_are_recipes() -> None:
+    """Catches a family that is in no list or has no words, and launchers or evaluations among the recipes."""
+    lines = [line.split(maxsplit=1) for line in draftsmith.listed("families")]
+    assert {name for name, _ in lines} == {*DRAFT_FAMILIES}
+    assert len({about for _, about in lines}) == len(lines)
+    recipes = [yaml.safe_load((worlds.ROOT / x).read_text()) for x in draftsmith.listed("recipes")]
+    assert all({"target", "data", "draft"} <= recipe.keys() for recipe in recipes)
 
 
 def test_engines_have_versions() -> None:

@@ -73,7 +73,9 @@ def test_an_install_works_from_another_folder(site: Path) -> None:
     tasks = run(site, "ls", "tasks").stdout.split()
     assert tasks == sorted(file.stem for file in (ROOT / "assets" / "tasks").glob("*.yaml"))
     recipes = run(site, "ls", "recipes").stdout.split()
-    assert recipes == sorted(str(x.relative_to(ROOT)) for x in (ROOT / "configs").rglob("*.yaml"))
+    assert recipes == sorted(
+        str(x.relative_to(ROOT)) for x in (ROOT / "configs/distill").glob("*.yaml")
+    )
     run(
         site, "eval", "--target", "assets/target", "--methods", "ngram", "--tasks", "[{name: prose, limit: 1}]",
         "--temperatures", "[0.0]", "--max_new_tokens", 4, "--phase_prompts", 0, "--out", "report",

@@ -1,7 +1,6 @@
-"""What scripts/quickstart.sh asks and says: orders that nobody trained on, and no gain where none was measured."""
+"""What scripts/quickstart.sh asks and says: things that nobody trained on, and no gain where none was measured."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,27 +12,40 @@ from scripts.lab import quickstart
 from tests import worlds
 
 
-def shingles(text: str) -> set[tuple[str, ...]]:
-    words = re.findall(r"\w+", text.lower())
-    return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
-
-
-def test_trained_and_evaluated_orders_have_nothing_in_common() -> None:
-    """Bug: a sentence, a name, a city or a product of the evaluation is trained on."""
-    trained, evaluated = (set(quickstart.orders(part)) for part in ("train", "eval"))
-    assert (len(trained), len(evaluated)) == (64, 24)
-    together = [set[tuple[str, ...]]().union(*map(shingles, x)) for x in (trained, evaluated)]
-    assert together[0].isdisjoint(together[1])
-    for key, values in quickstart.VALUES["train"].items():
-        assert set(values.split(", ")).isdisjoint(quickstart.VALUES["eval"][key].split(", "))
-    assert quickstart.orders("train") == quickstart.orders("train")
-
-
-def test_prompts_are_rows_of_the_orders(tmp_path: Path) -> None:
+def test_nothing_is_asked_twice_and_no_prompt_holds_its_answer(tmp_path: Path) -> None:
+    """Catches a food of the evaluation that is trained on or that chose a setting, and an example in a prompt, which a
+    lookup would copy."""
     quickstart.write_prompts(tmp_path)
-    rows = [json.loads(line)["prompt"] for line in (tmp_path / "eval.jsonl").open()]
-    asked = [row.rpartition("Order: ")[2].removesuffix("\nJSON:") for row in rows]
-    assert asked == quickstart.orders("eval")
+    asked = {
+        part: [json.loads(line)["prompt"] for line in (tmp_path / f"{part}.jsonl").open()]
+        for part in quickstart.FOODS
+    }
+    counts = {part: len(rows) for part, rows in asked.items()}
+    assert counts == {"train": 240, "choice": 16, "eval": 24}
+    before, after = quickstart.QUESTION.split("FOOD")
+    foods = {
+        part: {row.removeprefix(before).removesuffix(after) for row in rows}
+        for part, rows in asked.items()
+    }
+    assert len(set[str]().union(*foods.values())) == 280
+    words = [set(food.split()) for food in foods["train"] | foods["choice"]]
+    assert [x for x in foods["eval"] if any({*x.split()} <= others for others in words)] == []
+    assert max(len(row.split()) for rows in asked.values() for row in rows) <= 16
+
+
+def test_the_trained_draft_is_compared_with_the_n_gram_prompt_by_prompt(tmp_path: Path) -> None:
+    """Catches seconds of a turn that counts for nothing, and a ratio that is turned over."""
+    rows = [
+        {"task": "t", "id": str(i), "method": method, "untimed": "busy" if i == 3 else "",
+         "seconds": 99.0 if i == 3 else seconds, "output_ids": [0] * 10}
+        for i in range(4) for method, seconds in (("plain", 3.0), ("ngram", 2.0), ("continued", 1.0))
+    ]  # fmt: skip
+    file = tmp_path / "outputs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (
+        quickstart.over_lookup(file, "continued")
+        == "continued over the n-gram: 2.00× [2.00, 2.00] (n = 3)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,7 @@ def test_a_gain_is_said_where_the_interval_shows_one(
     text = quickstart.seen(changed)
     assert said in text
     assert "+0.012" in text
-    assert len(text.splitlines()) <= 8
+    assert len(text.splitlines()) <= 9
 
 
 def test_few_prompts_give_no_verdict() -> None:
@@ -66,6 +78,7 @@ def test_few_prompts_give_no_verdict() -> None:
     text = quickstart.seen(few)
     assert "The interval is of 2 prompts: no verdict on fewer than 12." in text
     assert "At least 12 prompts are needed for a verdict" in text
+    assert "To switch continued on this lacks 12 prompts (here 2)" in text
     assert "Fastest" not in text
     text = quickstart.seen(
         replace(few, methods=[replace(m, void="memory was slow") for m in few.methods])

@@ -34,7 +34,8 @@ def log_console() -> Console:
 
 
 def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches silence for hours, a line for every step, and wrong counts, speeds or remaining times."""
+    """Catches silence before the first line and for hours, a line for every step, and wrong counts, speeds or
+    remaining times."""
     bars = progress_bars(log_console(), fields=("loss",))
     assert isinstance(bars, ProgressLog)
     with bars:
@@ -49,6 +50,21 @@ def test_a_log_gets_a_line_every_interval(clock: Clock, capsys: pytest.CaptureFi
     ]
 
 
+def test_the_first_line_comes_with_a_tenth(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches half a minute of silence, and a time left that the shortest answer alone foretells."""
+    with progress_bars(log_console()) as bars:
+        task = bars.add_task("answering", total=240)
+        for done, seconds in ((1, 10), (23, 1), (24, 1), (48, 10)):
+            clock.now += seconds
+            bars.update(task, completed=done)
+    assert capsys.readouterr().err.splitlines() == [
+        "answering 24/240, 2/s, 1 min 48 s left",
+        "answering 48/240, 2.18/s, 1 min 28 s left",
+    ]
+
+
 def test_the_interval_counts_for_each_task(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,10 +74,11 @@ def test_the_interval_counts_for_each_task(
         one, other = bars.add_task("one", total=10), bars.add_task("other")
         clock.now += 4
         bars.advance(one)
-        clock.now += 1
+        clock.now += 5
         bars.advance(one, 2)
         bars.advance(other)
-    assert capsys.readouterr().err.splitlines() == ["one 3/10, 0.6/s, 12 s left", "other 1, 0.2/s"]
+    said = ["one 1/10, 0.25/s, 36 s left", "one 3/10, 0.333/s, 21 s left", "other 1, 0.111/s"]
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_work_done_before_is_no_speed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

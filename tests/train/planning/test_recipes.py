@@ -1,7 +1,9 @@
 """Every recipe of configs/distill, run on its real architecture with its family's chats, only smaller."""
 
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -591,79 +593,124 @@ def test_recipes_do_not_share_folders() -> None:
 
 # ---- what others published ----
 
-SPECFORGE = "SpecForge a6b6b02, examples/configs"
-EAGLE3 = {"draft.vocab": 32000, "draft.steps": 7, "weights.decay": 0.8, "loop.lr": 1e-4}
-EAGLE3 |= {"loop.clip": 0.5, "loop.max_length": 4096}
-LAYERS = {"draft.depth": 5, "draft.taps": [2, 10, 18, 26, 34]}  # outputs of 1, 9, 17, 25, 33
-VALUES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"{name}-eagle3.yaml": (f"{SPECFORGE}/{theirs}.yaml", EAGLE3)
-        for name, theirs in {
-            "qwen3-4b": "qwen3-4b-eagle3-online",
-            "qwen3-8b": "qwen3-8b-eagle3-disaggregated",
-            "qwen3-30b-a3b": "qwen3-30b-a3b-eagle3-online",
-            "llama-3.1-8b": "llama3.1-8b-eagle3-online",
-            "llama-3.3-70b": "llama3.3-70b-eagle3-online",
-            "gemma-3": "gemma3-1b-eagle3-online",
-        }.items()
-    },
-    "gpt-oss-20b-eagle3.yaml": (
-        f"{SPECFORGE}/gpt-oss-20b-eagle3-online.yaml",
-        EAGLE3 | {"draft.taps": [2, 12, 22]},
+PUBLISHED_VALUES: list[dict[str, Any]] = yaml.safe_load(
+    (worlds.ROOT / "configs" / "published.yaml").read_text()
+)
+MEANS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(("learning_rate", "lr", "LR"), ("loop.lr", float)),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), ("loop.clip", float)),
+    **dict.fromkeys(
+        ("max_length", "max_seq_length", "model_max_length", "max_len", "SEQ_LENGTH"),
+        ("loop.max_length", int),
     ),
-    "qwen3-8b-dflash.yaml": (
-        f"{SPECFORGE}/qwen3-8b-dflash-online.yaml",
-        LAYERS
-        | {"draft.block": 15, "draft.vocab": 0, "loss": "hard_ce", "weights.decay": 0.867}
-        | {"loop.lr": 6e-4, "loop.clip": 1.0, "loop.max_length": 3072, "loop.steps": 10000}
-        | {"loop.batch_size": 32, "loop.warmup": 400},
+    "max_steps": ("loop.steps", int),
+    "warmup_ratio": ("warmup share", float),
+    "lr_scheduler_type": ("loop.min_lr", {"constant": 1.0}.__getitem__),
+    "is_warmup": ("schedule", str),
+    "global_batch_size": ("loop.batch_size", int),
+    "loss_decay_gamma": ("weights.decay", lambda gamma: round(math.exp(-1 / gamma), 3)),
+    "STEP_WEIGHT_BETA": ("weights.decay", float),
+    **dict.fromkeys(("ttt_length", "num_speculative_steps"), ("draft.steps", int)),
+    "draft_vocab_size": ("draft.vocab", int),
+    # Outputs of layers there; the layer that the same states enter here.
+    **dict.fromkeys(
+        ("target_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+        ("draft.taps", lambda ids: [i + 1 for i in ids]),
     ),
-    "qwen3-8b-dspark.yaml": (
-        "DeepSpec, config/dspark/dspark_qwen3_8b.py",
-        LAYERS
-        | {"draft.block": 7, "draft.vocab": 0, "draft.markov_rank": 256, "weights.decay": 0.779}
-        | {"loss": "tv", "divergence.mix": {"tv": 0.8, "hard_ce": 0.1}, "loop.lr": 6e-4}
-        | {"loop.clip": 1.0, "loop.max_length": 4096, "loop.batch_size": 512},
+    **dict.fromkeys(("num_hidden_layers", "num_draft_layers"), ("draft.depth", int)),
+    **dict.fromkeys(("num_depths", "para_num"), ("draft.block", int)),
+    **dict.fromkeys(("down_sample_ratio", "down_sample_ration"), ("draft.retention", float)),
+    **dict.fromkeys(
+        ("down_sample_ratio_min", "down_sample_ration_min"), ("draft.min_retention", float)
     ),
-    "qwen3-8b-peagle.yaml": (
-        f"{SPECFORGE}/qwen3-8b-peagle-disaggregated.yaml",
-        {"draft.block": 5, "draft.retention": 0.8, "draft.min_retention": 0.2, "loop.lr": 1e-4}
-        | {"loop.clip": 1.0, "loop.max_length": 4096, "loop.steps": 10000, "loop.warmup": 25},
-    ),
-    "qwen3-8b-mtp.yaml": (
-        "speculators c05b95b, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh",
-        {"draft.steps": 3, "weights.decay": 0.6, "loss": "hard_ce", "loop.lr": 1e-4},
-    ),
-    "qwen2.5-coder-7b-pard.yaml": (
-        "PARD 6f279bf, config/train/example_qwen.yaml",
-        {"draft.block": 8, "draft.retention": 0.7, "draft.min_retention": 0.2, "loss": "hard_ce"}
-        | {"loop.lr": 3e-5, "loop.max_length": 512, "loop.batch_size": 64},
-    ),
-    "qwen3-8b-causal.yaml": (
-        "ours; the rate is that of trained weights in FastChat's scripts/train_vicuna_7b.sh",
-        {},
-    ),
-    "qwen3-0.6b-medusa.yaml": (
-        "Medusa, scripts/train_vicuna_7b.sh",
-        {"loop.lr": 1e-3, "loop.max_length": 2048},
-    ),
+    "markov_rank": ("draft.markov_rank", int),
+    "medusa_num_heads": ("draft.heads", int),
+    "medusa_num_layers": ("draft.head_layers", int),
+    "ce_loss_alpha": ("divergence.mix.hard_ce", float),
+    # Σ |p - q| is twice TV, one of which is the loss itself.
+    "l1_loss_alpha": ("divergence.mix.tv", lambda weight: round(2 * weight - 1, 3)),
 }
-"""{recipe: (where its values come from, those that are compared)}."""
+"""{a name in a source: (ours, what makes its value ours)}."""
+
+
+def leaves(values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= leaves(value) if isinstance(value, dict) else {name: value}
+    return found
+
+
+def read_source(source: dict[str, Any]) -> dict[str, Any]:
+    """{our name: value} of what we take from a source; KeyError for a name that nobody has given a meaning."""
+    values = leaves(source["values"])
+    if "num_warmup_steps" in values:
+        values["warmup_ratio"] = values.pop("num_warmup_steps") / values.pop("total_steps")
+    # DFlash counts the anchor, DSpark does not.
+    if "block_size" in values:
+        values["num_depths"] = values.pop("block_size") - (source["path"].endswith("dflash.json"))
+    return {MEANS[k][0]: MEANS[k][1](v) for k, v in values.items() if k not in source["differs"]}
+
+
+for one in PUBLISHED_VALUES:
+    one.setdefault("differs", {})
+    one.setdefault("families", [])
+
+
+def sources_of(name: str, kind: str) -> list[dict[str, Any]]:
+    return [source for source in PUBLISHED_VALUES if name in source[kind]]
+
+
+def published(name: str, kind: str = "recipes") -> dict[str, Any]:
+    return {k: v for source in sources_of(name, kind) for k, v in read_source(source).items()}
 
 
 def value_of(s: DistillConfig, dotted: str) -> Any:
+    if dotted == "warmup share":
+        warmup = s.loop.warmup
+        return warmup if warmup < 1 else pytest.approx(warmup / s.loop.steps, rel=0.06)
     value: Any = s
     for name in dotted.split("."):
-        value = getattr(value, name)
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
     return value
+
+
+def departures(s: DistillConfig, values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{name: (ours, theirs)} of what is not as published."""
+    ours = {name: value_of(s, name) for name in values}
+    return {name: (ours[name], values[name]) for name in values if ours[name] != values[name]}
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_values_are_the_published_ones(file: str) -> None:
-    """Bug: a recipe of values that nobody published and nobody measured."""
-    _, published = VALUES[file]
-    s = recipe(file)
-    assert {name: value_of(s, name) for name in published} == published
+    """Catches a recipe of values that its source does not have: the source's, not this test's."""
+    name = file.removesuffix(".yaml")
+    assert len(published(name)) >= 3, f"{file}: give its source in configs/published.yaml"
+    assert departures(recipe(file), published(name)) == {}
+
+
+def test_sources_say_where_they_are_and_what_differs() -> None:
+    """Catches a source that cannot be looked up, what has no source, and a difference that is none any more."""
+    for source in PUBLISHED_VALUES:
+        assert re.fullmatch(r"[0-9a-f]{40}", source["commit"]), source["path"]
+        assert source["recipes"] or source["families"]
+        for name in source["differs"]:
+            assert name in leaves(source["values"])
+    (medusa,) = sources_of("qwen3-0.6b-medusa", "recipes")
+    (mtp,) = sources_of("qwen3-8b-mtp", "recipes")
+    for source, file in ((medusa, "qwen3-0.6b-medusa.yaml"), (mtp, "qwen3-8b-mtp.yaml")):
+        assert departures(recipe(file), read_source(source | {"differs": {}})).keys() == {
+            MEANS[name][0] for name in source["differs"]
+        }
+    named = {name for source in PUBLISHED_VALUES for name in source["families"]}
+    assert named == {name for name in TRAINED_FAMILIES if not name.startswith("layerskip")}
+
+
+def test_a_value_that_nobody_published_is_seen() -> None:
+    """Catches a comparison that finds every recipe right: a rate and taps that others have, planted."""
+    s = recipe("gpt-oss-20b-eagle3.yaml")
+    s.loop.lr, s.draft.taps = 2e-4, [1, 11, 21]  # type: ignore[attr-defined]
+    found = departures(s, published("gpt-oss-20b-eagle3"))
+    assert found == {"loop.lr": (2e-4, 1e-4), "draft.taps": ([1, 11, 21], [2, 12, 22])}
 
 
 def row(file: str) -> str:
@@ -675,7 +722,9 @@ def row(file: str) -> str:
     assert figures is not None
     memory, disk, hours = figures.groups()
     cells = (f"[{file.removesuffix('.yaml')}](distill/{file})", s.target, s.draft.family)
-    return f"| {' | '.join((*cells, hours, memory, disk, VALUES[file][0], 'not run'))} |"
+    source = sources_of(file.removesuffix(".yaml"), "recipes")[0]
+    origin = f"{source['repo']} {source['commit'][:7]}, {source['path']}"
+    return f"| {' | '.join((*cells, hours, memory, disk, origin, 'not run'))} |"
 
 
 def test_the_table_of_recipes_has_them_all() -> None:
@@ -716,18 +765,18 @@ def test_the_page_has_the_defaults_of_each_family() -> None:
     assert rows[1:] == [family_row(name) for name in CASES]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_defaults_are_those_of_the_recipes(file: str) -> None:
-    """Bug: --draft.family dspark with a rate, loss, size or length that its publication does not have."""
-    s = recipe(file)
-    words = ["--draft.family", s.draft.family, "--draft.init", s.draft.continues]
+@pytest.mark.parametrize("name", [x for x in TRAINED_FAMILIES if not x.startswith("layerskip")])
+def test_defaults_are_the_published_ones(name: str) -> None:
+    """Catches --draft.family dspark with a rate, loss, size or length that its publication does not have."""
+    words = ["--draft.family", name, *(["--draft.init", "small-lm"] if name == "causal" else [])]
     alone = parse_settings(DistillConfig, "", words)
-    names = {"draft.taps", "loop.steps", "loop.batch_size", "loop.warmup", "draft.vocab"}
-    compared = {"loop.lr": s.loop.lr} | VALUES[file][1]
-    published = {name: value for name, value in compared.items() if name not in names}
-    assert {name: value_of(alone, name) for name in published} == published
-    if "ours" not in VALUES[file][0]:
-        assert alone.loop.warmup * s.loop.steps == pytest.approx(s.loop.warmup, rel=0.05)
+    values = published(name, "families")
+    # Layers, steps and batches are the target's and the data's.
+    not_ours = {"draft.taps", "loop.steps", "loop.batch_size", "draft.vocab"}
+    assert (
+        departures(alone, {key: value for key, value in values.items() if key not in not_ours})
+        == {}
+    )
 
 
 def test_what_is_given_stands_above_the_family() -> None:

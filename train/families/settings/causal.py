@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from train.families.base import FamilyContext, TrainableDraft
 
 VICUNA = "FastChat, scripts/train_vicuna_7b.sh"
-FINE_TUNED = TrainingDefaults(VICUNA, lr=2e-5, warmup=0.03, min_lr=0.0)
+FINE_TUNED = TrainingDefaults(VICUNA, lr=2e-5, warmup=0.04, min_lr=0.0)
 
 
 @dataclass

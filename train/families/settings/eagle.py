@@ -30,7 +30,11 @@ class Eagle1Settings(LayeredHeadSettings):
 
     steps: ClassVar[int] = 1  # how many times each slot is run
     training = TrainingDefaults(
-        "EAGLE, eagle/train/main.py", lr=3e-5, warmup=0.0025, min_lr=0.0, clip=0.5
+        "EAGLE, eagle/train/main.py (linear, each value clipped)",
+        lr=3e-5,
+        warmup=0.0025,
+        min_lr=0.0,
+        clip=0.5,
     )
     description = "an EAGLE-1 head"
     hub_tag = "eagle"

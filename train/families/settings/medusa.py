@@ -22,7 +22,9 @@ class MedusaSettings(HeadSettings):
     head_layers: Annotated[int, at_least(0, 64)] = 1
     """Residual blocks per head."""
 
-    training = TrainingDefaults("Medusa, scripts/train_vicuna_7b.sh", warmup=0.1, min_lr=0.0)
+    training = TrainingDefaults(
+        "Medusa, scripts/train_vicuna_7b.sh (3 heads)", warmup=0.1, min_lr=0.0
+    )
     description = "Medusa heads"
     hub_tag = "medusa"
 

@@ -24,7 +24,7 @@ class MtpSettings(HeadSettings):
 
     activation_checkpointing: ClassVar[bool] = False
     training = TrainingDefaults(
-        "speculators, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh",
+        "speculators, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh (8,192 tokens)",
         lr=1e-4, warmup=0.01, max_length=4096, loss="hard_ce", decay=0.6,
     )  # fmt: skip
     description = "a multi-token prediction layer"
