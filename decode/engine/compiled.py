@@ -21,7 +21,8 @@ COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # another value of their last bits.
     "cpu": {"size_asserts": False, "alignment_asserts": False, "cpp.min_chunk_size": 1 << 14},
     # decode/engine/compiled.py captures CUDA graphs, of a whole round each.
-    "cuda": {"max_autotune": True, "triton.cudagraphs": False},
+    # What does not depend on each other is one kernel (`combo_kernels`): RoPE of queries and keys, writes to the buffers.
+    "cuda": {"max_autotune": True, "triton.cudagraphs": False, "combo_kernels": True},
 }
 UNCHECKED = re.compile(r"_modules\[.[1-9]\d*.\]\.(_modules|forward)|\.packed$")
 """Matches dynamo's names of everything inside a layer after the first, and of packed weights, which have no strides."""
