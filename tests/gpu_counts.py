@@ -32,6 +32,7 @@ LAUNCHES_NOTHING = {
     "slice", "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unflatten", "chunk", "empty",
     "empty_like", "new_empty", "empty_strided", "narrow", "lift_fresh", "_reshape_alias", "diagonal", "flatten",
 }  # fmt: skip
+WINDOWED = ("gemma3_text", "gpt_oss")
 
 
 class OperationCounter(TorchDispatchMode):
@@ -64,6 +65,12 @@ def gpu_layers(own_kernels: bool) -> Iterator[None]:
         yield
 
 
+def depth(arch: str, layers: int) -> dict[str, Any]:
+    """Changes of a tiny config to an even number of layers, those with a window and those without in turn."""
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {"num_hidden_layers": layers} | ({"layer_types": kinds} if arch in WINDOWED else {})
+
+
 def networks(target: Target, draft: Draft | None) -> list[Any]:
     return [target.runner.model, *([draft.net] if hasattr(draft, "net") else [])]
 
@@ -73,7 +80,7 @@ def count_round(
 ) -> Counter[str]:
     """Operations by name of an eager or captured round of one row of a target of so many layers."""
     with gpu_layers(own_kernels):
-        model = tiny_model(arch, dtype=torch.bfloat16, num_hidden_layers=layers)
+        model = tiny_model(arch, dtype=torch.bfloat16, **depth(arch, layers))
         target = tiny_target(model, eos=(5,))
         draft = random_draft(kind, target) if kind else None
         if own_kernels:  # the trial on real numbers, before there are none

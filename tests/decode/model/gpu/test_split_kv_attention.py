@@ -76,7 +76,7 @@ print("equal")
 def test_split_kv_equals_the_dense_mask(arch: str) -> None:
     """Catches parts merged wrongly, an ancestor mask or window read off by one, softcap, sinks and heads of unequal
     size lost, dead slots read: chains and trees of ragged rows, text and logits."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     env = {
         **os.environ,
         "TRITON_INTERPRET": "1",
