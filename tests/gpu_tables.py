@@ -25,7 +25,8 @@ from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import propose, verify_and_commit
 from decode.model import compatibility
-from decode.model.gpu.split_kv_attention import SHARED_KIB
+from decode.model.gpu import cuda_layers
+from decode.model.gpu.step_blocks import SHARED_KIB
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
@@ -35,7 +36,7 @@ from tests.fake_gpu import GPU, device_guard
 from tests.gpu_counts import depth, gpu_layers, per_layer
 from tests.gpu_model import predictions
 from tests.inductor_cuda import GeneratedCode, generate
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss")
 CARDS = (75, 80, 86, 89, 90, 120)
@@ -55,6 +56,7 @@ def operations(arch: str) -> dict[str, Any]:
 
 def graph_kernels(arch: str, kind: str) -> dict[str, Any]:
     """Kernels of a compiled round, of its layers and beside them."""
+    cuda_layers.use_own_kernels(tiny_model(arch, dtype=torch.bfloat16))  # trials on real numbers
     with device_guard(), FakeTensorMode(), gpu_layers(True):
         with GPU, mock.patch.object(compatibility, "check_trial_pass"):
             config = tiny_config(arch, **depth(arch, 4))
@@ -97,7 +99,7 @@ def shared_memory(card: int, name: str) -> dict[str, int]:
     return {
         "shared": made.shared, "limit": 1024 * SHARED_KIB[card], "spilled": made.spilled,
         "keys": given["BLOCK"], "queries": given["BM"], "stages": given["num_stages"],
-        "width": given["D"], "out_width": given["DV"],
+        "tokens": given["M"], "width": given["D"], "out_width": given["DV"],
     }  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def main(out: str) -> None:
     for section, name, measure in parts:
         if name not in found.setdefault(section, {}):
             found[section][name] = attempt(measure)
+            torch._dynamo.reset()
             path.write_text(json.dumps(found, indent=1) + "\n")
     kernels = found["graph"]["llama, eagle3"]
     found["model"] = predictions(

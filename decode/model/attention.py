@@ -240,7 +240,8 @@ def attention_forward(
             packed, key, value, live.first, live.live, live.seen, live.position, live.base, live.tail,
             live.window, scale, softcap, s_aux,
         )  # fmt: skip
-    elif plain and _has_own_kernel(slots, packed, value):
+        return out, None
+    if plain and _has_own_kernel(slots, packed, value):
         allow = slots.mask(sliding_window, 1)[:, 0]
         scale = width**-0.5 if scaling is None else scaling
         out = torch.ops.draftsmith.few_queries_attention(packed, key, value, allow, scale)

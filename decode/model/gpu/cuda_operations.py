@@ -49,8 +49,18 @@ def split_kv_attention(
 
 
 @split_kv_attention.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(*query.shape[:-1], values.shape[-1])
+def _(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    *rest: object,
+) -> Tensor:
+    rows, kv_heads, queries, _ = query.shape
+    count = seen.shape[1]
+    return query.new_empty(rows, count, kv_heads * (queries // count), values.shape[-1])
 
 
 # ---- norm, rotation, writes to the K/V buffers ----

@@ -142,6 +142,7 @@ def compare_attention(shape: StepShape, device: torch.device) -> None:
             )
             for _ in range(REPEATS)
         ]  # fmt: skip
+        right = right.reshape(rows, -1, count, shape.value_width).transpose(1, 2)
         check_close(found[0], right, "attention")
         assert all(torch.equal(found[0], again) for again in found[1:]), "two runs differ"
 

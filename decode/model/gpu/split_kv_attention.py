@@ -9,7 +9,6 @@ nodes of a tree each of them sees are bits of 64-bit words, W for each query.
 CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Whether it runs is chosen by kernel_choice.py.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,35 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHOICES = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
-"""Keys that a program loads at once, and loads that are under way at once, best first."""
-TILE = 64
-"""Queries of one program at most, for heads of up to 128 numbers: more do not fit into shared memory."""
+from decode.model.gpu.step_blocks import pick_blocks, shared_memory
+
 TARGET_PROGRAMS = 264
 """Number of programs to launch at least: two for each of the 132 multiprocessors of an H100 or H200."""
-
-SHARED_KIB = {
-    70: 96,
-    75: 64,
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    120: 99,
-    121: 99,
-}
-"""Shared memory that one program may have, by compute capability (CUDA C++ Programming Guide)."""
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on this device; on one that is not known, the least of all."""
-    if device.type != "cuda":
-        return 1024 * max(SHARED_KIB.values())
-    major, minor = torch.cuda.get_device_capability(device)
-    return 1024 * SHARED_KIB.get(10 * major + minor, min(SHARED_KIB.values()))
 
 
 @cache
@@ -152,34 +126,8 @@ def _attend_kernel(
             whole = whole * old + new
             best = above
         mixed = mixed / tl.where(real, whole, 1.0)[:, None]
-        place = (program * M + m)[:, None] * DV + dv[None]
-        tl.store(out + place, mixed.to(out.dtype.element_ty), mask=wide)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How much one program holds: keys that it loads at once, its queries, and loads that are under way at once."""
-
-    keys: int
-    queries: int
-    stages: int
-
-    def shared_bytes(self, width: int, out_width: int, itemsize: int) -> int:
-        """Shared memory of a program at most, for heads of this width."""
-        stages = max(1, self.stages - 1)
-        return itemsize * (
-            stages * self.keys * (width + out_width) + self.queries * (width + self.keys)
-        )
-
-
-def pick_blocks(queries: int, width: int, out_width: int, itemsize: int, limit: int) -> Blocks:
-    """The first of the choices that fits into `limit` bytes of shared memory a program; the smallest if none does."""
-    width, out_width = (max(16, triton.next_power_of_2(each)) for each in (width, out_width))
-    largest = max(16, TILE * 128 // max(128, width, out_width))  # of more the registers spill
-    tile = min(largest, max(16, triton.next_power_of_2(queries)))
-    choices = [Blocks(keys, each, stages) for each in (tile, 16) for keys, stages in CHOICES]
-    fits = (each for each in choices if each.shared_bytes(width, out_width, itemsize) <= limit)
-    return next(fits, choices[-1])
+        place = ((b * T + t) * HEADS + h) * (M // T) + m // T  # by token, as the next product reads
+        tl.store(out + place[:, None] * DV + dv[None], mixed.to(out.dtype.element_ty), mask=wide)
 
 
 def split_kv_attention(
@@ -197,7 +145,7 @@ def split_kv_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, Hkv, groups * T, Dv].
+    """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, T, H, Dv].
 
     `first` to `window` are those of SplitKVMetadata: the slots that each of the T tokens attends to; `sink` [H] is
     gpt-oss's extra logit per head.
@@ -212,7 +160,7 @@ def split_kv_attention(
     parts = max(1, -(-TARGET_PROGRAMS // (rows * heads * tiles)))
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
     lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
-    out = query.new_empty(rows, heads, queries, out_width)
+    out = query.new_empty(rows, count, heads * (queries // count), out_width)
     arrived = counters(query.device, triton.next_power_of_2(rows * heads * tiles))
     bits = seen if tail is None else tail  # never read without nodes
     _attend_kernel[(rows * heads, parts, tiles)](

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
 from decode.model.gpu import split_kv_attention
-from decode.model.gpu.split_kv_attention import SHARED_KIB, Blocks
+from decode.model.gpu.step_blocks import SHARED_KIB, Blocks
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """Cards that Triton compiles for; of 75 its code fails in the assembler."""

@@ -23,7 +23,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import attention
-from decode.model.gpu import split_kv_attention
+from decode.model.gpu import split_kv_attention, step_blocks
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_engine import PROMPTS
@@ -31,7 +31,7 @@ from tests.decode.drafts.test_token_trees import BUSHY
 from tests.tiny import noisy, tiny_model, tiny_target
 
 # three parts, of several blocks, in short texts; trees in two tiles of queries
-split_kv_attention.CHOICES, split_kv_attention.TARGET_PROGRAMS, split_kv_attention.TILE = ((16, 2),), 18, 16
+step_blocks.CHOICES, split_kv_attention.TARGET_PROGRAMS, step_blocks.TILE = ((16, 2),), 18, 16
 calls = 0
 attend = split_kv_attention.split_kv_attention
 
