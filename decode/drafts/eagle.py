@@ -25,9 +25,9 @@ from decode.drafts.eagle_model import (
     llama_config,
 )
 from decode.model.attention import attention_forward, forward_context
+from decode.model.gpu.cuda_layers import patch_layers
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target, place_network
 from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
@@ -41,7 +41,7 @@ class CachedHead(Draft):
 
     def __init__(self, net: Any, target: Target, name: str):
         self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
-        patch_linear_layers(net)
+        patch_layers(net)
         weight = next(net.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         embedding = target.runner.model.get_input_embeddings().weight

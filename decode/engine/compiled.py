@@ -21,7 +21,8 @@ COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # another value of their last bits.
     "cpu": {"size_asserts": False, "alignment_asserts": False, "cpp.min_chunk_size": 1 << 14},
     # decode/engine/compiled.py captures CUDA graphs, of a whole round each.
-    "cuda": {"max_autotune": True, "triton.cudagraphs": False},
+    # Combo kernels: RoPE of queries and of keys and the writes to the buffers, which do not depend on each other.
+    "cuda": {"max_autotune": True, "triton.cudagraphs": False, "combo_kernels": True},
 }
 UNCHECKED = re.compile(r"_modules\[.[1-9]\d*.\]\.(_modules|forward)|\.packed$")
 """Matches dynamo's names of everything inside a layer after the first, and of packed weights, which have no strides."""
@@ -45,6 +46,8 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
     )
     options = dict(COMPILE_OPTIONS[device_type])
     options["post_grad_custom_pre_pass"] = inductor_linear.MergeEqualNodes()
+    if device_type == "cuda":
+        options["pre_grad_custom_pass"] = inductor_linear.HandOnTerms()
     if device_type == "cpu":
         # On CUDA replaying a CUDA graph checks no guards.
         options["guard_filter_fn"] = filter_guards

@@ -590,8 +590,12 @@ def speculate(
 @contextlib.contextmanager
 def own_dtypes() -> Iterator[None]:
     """The block computes in the dtypes of models and drafts: autocast, which a notebook may have on for whole cells,
-    would give products inputs of another dtype than their weights."""
+    would give products inputs of another dtype than their weights. cuDNN's attention is off: it makes a plan for every
+    new length."""
     with contextlib.ExitStack() as stack:
+        if torch.version.cuda and torch.backends.cuda.cudnn_sdp_enabled():
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            stack.callback(torch.backends.cuda.enable_cudnn_sdp, True)
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

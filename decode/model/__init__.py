@@ -11,7 +11,8 @@
 - seq2seq, recurrent, vision: the same steps for T5, for models with recurrent layers (chains only), and for prompts
   with images
 - kv_cache: the K/V buffers, and which slots a forward writes and sees
-- attention: the attention function that all models run with; split_kv_attention: its Triton kernel for long buffers
+- attention: the attention function that all models run with
+- gpu/: a layer in few kernels on a GPU, split-KV attention among them
 - masks: masks of training, and attention under them for long samples
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - cut_layers: models with fewer layers, for good or on trial

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from decode.common.errors import UserError
+from decode.model.gpu import cuda_operations  # noqa: F401 (registers operations)
 from decode.model.kv_cache import SlotMapping
 from decode.model.masks import (
     AttentionMask,
@@ -95,8 +96,7 @@ def current_forward() -> ForwardContext:
 def use_split_kv(on: bool) -> None:
     """Makes decode steps run split_kv_attention.py (Triton) from now on, or, if not `on`, SDPA with a dense mask.
 
-    UserError without Triton. Which one is faster depends on the GPU and on the length of the buffers:
-    scripts/lab/floor.py --split_kv true measures it.
+    UserError without Triton. On a GPU decode/model/gpu/kernel_choice.py calls it whenever a model is loaded.
     """
     if on and not HAS_TRITON:
         raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
@@ -220,6 +220,8 @@ def attention_forward(
     plain = softcap is None and s_aux is None
     if slots is None and given is None and key.shape[2] != count:
         raise UserError(OTHER_CACHE)
+    if slots is not None and not torch.compiler.is_compiling():
+        slots.note_window(sliding_window)
     causal = given is None and (slots is None or slots.is_prefill)
     if causal and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
@@ -232,14 +234,14 @@ def attention_forward(
         return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
     if SETTINGS.split_kv and slots.row is None and not slots.is_prefill:
-        from decode.model import split_kv_attention  # imports Triton
-
-        metadata = slots.split_kv_metadata(sliding_window)
+        live = slots.split_kv_metadata(sliding_window)
         scale = width**-0.5 if scaling is None else scaling
-        out = split_kv_attention.split_kv_attention(
-            packed, key, value, metadata, scale, softcap, s_aux
-        )
-    elif plain and _has_own_kernel(slots, packed, value):
+        out = torch.ops.draftsmith.split_kv_attention(
+            packed, key, value, live.first, live.live, live.seen, live.position, live.base, live.tail,
+            live.window, scale, softcap, s_aux,
+        )  # fmt: skip
+        return out, None
+    if plain and _has_own_kernel(slots, packed, value):
         allow = slots.mask(sliding_window, 1)[:, 0]
         scale = width**-0.5 if scaling is None else scaling
         out = torch.ops.draftsmith.few_queries_attention(packed, key, value, allow, scale)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from decode.common.errors import UserError, first_line
 from decode.model import attention
+from decode.model.gpu.kernel_choice import StepShape, choose_kernels, step_shape
 
 # ---- sizes in a config ----
 
@@ -112,15 +113,18 @@ def check_trial_pass(model: Any, layers: int) -> None:
     """UserError unless a forward of two tokens calls attention.py once for each of the `layers` that attend, and gives
     numbers.
 
-    It finds what no property tells: attention or masks of the model's own, and weights that are NaN or infinite.
+    It finds what no property tells: attention or masks of the model's own, and weights that are NaN or infinite. On a
+    GPU the kernels that decoding runs are chosen by what it has seen.
     `model` must run with the registered attention.
     """
     config = model.config.get_text_config(decoder=True)
-    calls: list[torch.nn.Module] = []
+    shapes: list[StepShape] = []
 
-    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls.append(module)
-        return attention.attention_forward(module, *args, **kwargs)
+    def counted(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        shapes.append(step_shape(query, key, value, kwargs))
+        return attention.attention_forward(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(attention.ATTENTION_NAME, counted)
     try:
@@ -133,11 +137,12 @@ def check_trial_pass(model: Any, layers: int) -> None:
         raise refusal(config, f"fails in a trial pass: {first_line(error)}") from error
     finally:
         AttentionInterface.register(attention.ATTENTION_NAME, attention.attention_forward)
-    if len(calls) < layers:
-        own = layers - len(calls)
+    if len(shapes) < layers:
+        own = layers - len(shapes)
         raise refusal(config, f"{OWN_ATTENTION} in {own} of its {layers} layers")
     if not logits.isfinite().all():
         raise refusal(config, "gives NaN or infinite logits: its weights are damaged")
+    choose_kernels(set(shapes), model.dtype, model.device)
 
 
 def refusal(config: Any, reason: str) -> UserError:

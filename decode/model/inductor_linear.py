@@ -15,6 +15,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
+from decode.model.gpu.region_sums import hand_on_terms
+
 
 def register_lowerings() -> None:
     """Tells inductor of the functions below. Twice is as once."""
@@ -43,6 +45,17 @@ class MergeEqualNodes(CustomGraphPass):
     def uuid(self) -> str:
         """Inductor's cache keeps code by it: it changes with this pass."""
         return "draftsmith-merge-equal-nodes-1"
+
+
+class HandOnTerms(CustomGraphPass):
+    """A pass of inductor, `hand_on_terms`."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        hand_on_terms(graph)
+
+    def uuid(self) -> str:
+        """As that of MergeEqualNodes."""
+        return "draftsmith-hand-on-terms-1"
 
 
 def packed_linear(x: Any, packed: Any, bias: Any) -> Any:

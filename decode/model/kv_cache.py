@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.model.gpu.cuda_operations import KERNELS
+
 
 @dataclass(frozen=True)
 class TreeNodes:
@@ -62,6 +64,8 @@ class SlotMapping:
         self.every_slot = torch.arange(size, device=device)
         self.slot = self.every_slot  # [S] those that forwards attend to
         self.is_dynamic = False  # compiled code is of any number of slots
+        self.windows: tuple[int | None, ...] = ()
+        """Those of the layers that have attended over these slots."""
         self.set_positions(torch.zeros(rows, dtype=torch.long, device=device), 1)
 
     def limit_to(self, count: int) -> None:
@@ -101,20 +105,41 @@ class SlotMapping:
             tensors += [self.nodes.index, self.nodes.depth, self.nodes.ancestor_mask]
         return tensors
 
+    def note_window(self, window: int | None) -> None:
+        """Remembers the window of a layer, for `live_slots`."""
+        if window not in self.windows:
+            self.windows += (window,)
+
+    def live_slots(self) -> list[Tensor]:
+        """The tensors of `split_kv_metadata` for every window that is known, which layers then do not compute."""
+        tensors: list[Tensor] = []
+        for window in self.windows:
+            if window not in self.metadata:
+                self.metadata[window] = self._build_split_kv_metadata(window)
+            live = self.metadata[window]
+            tensors += [live.first, live.live, live.seen, live.position]
+            tensors += [] if live.tail is None else [live.tail]
+        return tensors
+
     def split_kv_metadata(self, window: int | None) -> SplitKVMetadata:
         """The same information as `mask`, without a value for every slot. Computed once a forward for each window."""
-        if torch.compiler.is_compiling():  # a region leaves nothing for the next (`mark_regions`)
-            return self._build_split_kv_metadata(window)
-        if window not in self.metadata:
-            self.metadata[window] = self._build_split_kv_metadata(window)
-        return self.metadata[window]
+        if window in self.metadata:
+            return self.metadata[window]
+        live = self._build_split_kv_metadata(window)
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a region leaves nothing for the next (`mark_regions`)
+            self.metadata[window] = live
+        return live
 
     def _build_split_kv_metadata(self, window: int | None) -> SplitKVMetadata:
         rows, count = self.write_slots.shape
         seen, end, tail = self.position + 1, self.base + count, None
         if self.nodes is not None:
             depth = self.nodes.depth.expand(rows, -1)
-            seen = self.base[:, None].expand(rows, count)
+            seen = self.base[:, None].repeat(
+                1, count
+            )  # a copy: a region reads no two views of one tensor
             end = self.base + depth.shape[1]
             tail = self.nodes.ancestor_mask.expand(rows, -1, -1)
             if window is not None:
@@ -126,8 +151,8 @@ class SlotMapping:
         return SplitKVMetadata(
             first=first,
             live=end.clamp(1, self.size),
-            seen=seen.contiguous(),
-            position=self.position.contiguous(),
+            seen=seen,
+            position=self.position,
             base=self.base,
             tail=tail,
             window=window,
@@ -204,8 +229,11 @@ class StaticKVLayer(CacheLayerMixin):
         slots, keys, values = self.slots, self.keys, self.values
         row = (slots.all_rows if slots.row is None else slots.row).to(keys.device)
         write_slots = slots.write_slots.to(keys.device)
-        keys[row[:, None], :, write_slots] = key_states.transpose(1, 2)
-        values[row[:, None], :, write_slots] = value_states.transpose(1, 2)
+        if KERNELS.own and keys.is_cuda and slots.row is None and not torch.compiler.is_compiling():
+            torch.ops.draftsmith.write_kv(keys, values, key_states, value_states, write_slots)
+        else:
+            keys[row[:, None], :, write_slots] = key_states.transpose(1, 2)
+            values[row[:, None], :, write_slots] = value_states.transpose(1, 2)
         if slots.is_prefill:
             return key_states, value_states  # causal attention among them
         keys, values = keys[:, :, : len(slots.slot)], values[:, :, : len(slots.slot)]
@@ -304,6 +332,7 @@ class StaticKVCache(Cache):
         """Enlarges the buffers to `size` slots per row and keeps their contents."""
         slots = self.slots
         self.slots = SlotMapping(slots.rows, size, slots.slot.device, slots.own_kernel)
+        self.slots.windows = slots.windows
         for layer in self.kv_layers:
             layer.reserve(self.slots)
 

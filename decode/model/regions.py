@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decode.model import attention
+from decode.model.gpu.cuda_layers import JoinedLinear
 from decode.model.kv_cache import LayerCache, StaticKVCache
 from decode.model.layer_stack import decoder_config, layer_stack
 from decode.model.linear import PackedLinear
@@ -58,7 +59,7 @@ def describe_layer(layer: torch.nn.Module, index: int) -> Hashable:
         skipped = left_out if fields.get("layer_idx") == index else set()
         if part is layer:
             skipped = skipped | AROUND
-        if isinstance(part, PackedLinear | FusedPart):
+        if isinstance(part, PackedLinear | JoinedLinear | FusedPart):
             skipped = skipped | UNREAD
         fields = {key: value for key, value in fields.items() if key not in skipped}
         described.append((name, type(part), describe(fields, numbers)))
@@ -236,7 +237,7 @@ def find_region(layer: Any, holder: str, *args: Any, **kwargs: Any) -> Any:
         return run_apart(layer, *args, **kwargs)
     index = (getattr(layer, holder) if holder else layer).layer_idx
     kv, slots, layers = cache.kv_layers[index], cache.slots, len(cache.kv_layers)
-    read = slots.tensors()
+    read = slots.tensors() + (slots.live_slots() if attention.SETTINGS.split_kv else [])
     return run_like_layer(layer, index, layers, kv.keys, kv.values, len(read), *read, *flat)
 
 

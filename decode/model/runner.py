@@ -14,6 +14,7 @@ from transformers.utils import logging
 from decode.common.errors import UserError
 from decode.common.lock import RUNNING, claim
 from decode.model import attention, compatibility
+from decode.model.gpu.cuda_layers import patch_layers
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.layer_stack import (
@@ -78,7 +79,7 @@ class ModelRunner:
         """[B, T, F] the captured hidden states of the last prefill or step."""
         if self.device.type != "meta":  # there are no numbers to look at
             self.try_model()
-        patch_linear_layers(self.model)
+        patch_layers(self.model)
         model.register_forward_pre_hook(check_plain_pass, with_kwargs=True)
         self.can_grow = self.can_compile and mark_regions(self.model)
         """One compiled step runs for any number of slots."""

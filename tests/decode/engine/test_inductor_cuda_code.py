@@ -39,7 +39,7 @@ from tests.fake_gpu import GPU, NOT_HERE, device_guard
 from tests.params import rotated, slow_except
 
 pytest.importorskip("triton", reason="needs Triton, which has wheels for Linux")
-from tests.decode.model.test_kernels_compile import Compiled, check, spilled_bytes
+from tests.decode.model.gpu.test_kernels_compile import Compiled, check, spilled_bytes
 from tests.inductor_cuda import ON_HOST, GeneratedCode, compile_kernels, generate
 
 pytestmark = pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))

@@ -22,7 +22,8 @@ import torch
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
-from decode.model import attention, split_kv_attention
+from decode.model import attention
+from decode.model.gpu import split_kv_attention, step_blocks
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_engine import PROMPTS
@@ -30,7 +31,7 @@ from tests.decode.drafts.test_token_trees import BUSHY
 from tests.tiny import noisy, tiny_model, tiny_target
 
 # three parts, of several blocks, in short texts; trees in two tiles of queries
-split_kv_attention.BLOCK, split_kv_attention.TARGET_PROGRAMS, split_kv_attention.TILE = 16, 18, 16
+step_blocks.CHOICES, split_kv_attention.TARGET_PROGRAMS, step_blocks.TILE = ((16, 2),), 18, 16
 calls = 0
 attend = split_kv_attention.split_kv_attention
 
@@ -75,7 +76,7 @@ print("equal")
 def test_split_kv_equals_the_dense_mask(arch: str) -> None:
     """Catches parts merged wrongly, an ancestor mask or window read off by one, softcap, sinks and heads of unequal
     size lost, dead slots read: chains and trees of ragged rows, text and logits."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     env = {
         **os.environ,
         "TRITON_INTERPRET": "1",

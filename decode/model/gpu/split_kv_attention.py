@@ -6,35 +6,38 @@ log-sum-exp. Lengths stay on the device, so one captured CUDA graph works for ev
 not depend on the size of the buffers, so that longer ones compile nothing. Queries are computed TILE at a time; which
 nodes of a tree each of them sees are bits of 64-bit words, W for each query.
 
-CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Off unless `attention.use_split_kv` turns it on.
+CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Whether it runs is chosen by kernel_choice.py.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from decode.model.kv_cache import SplitKVMetadata
+from decode.model.gpu.step_blocks import pick_blocks, shared_memory
 
-BLOCK = 64
-"""Keys that a program loads at once."""
-TILE = 64
-"""Queries of one program at most, for heads of up to 128 numbers: more do not fit into shared memory."""
 TARGET_PROGRAMS = 264
 """Number of programs to launch at least: two for each of the 132 multiprocessors of an H100 or H200."""
 
 
+@cache
+def counters(device: torch.device, count: int) -> Tensor:
+    """[count] int32 zeros: every launch leaves zeros. Launches follow each other, and graphs hold the address."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
 @triton.jit
-def _attend_part_kernel(
-    query, keys, values, first, live, seen, position, tail, base, out, lse, scale, softcap,
+def _attend_kernel(
+    query, keys, values, first, live, seen, position, tail, base, sink, out, part_out, lse, arrived, scale, softcap,
     key_row, key_slot, key_head, value_row, value_slot, value_head,
     HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr
 ):  # fmt: skip
-    """Attention of BM of the M = groups * T queries of one K/V head of one row over one part of its keys."""
+    """Attention of BM of the M = groups * T queries of one K/V head of one row over one part of its keys. The program
+    that ends last merges the parts, weighted by their sums; a sink is in the softmax but has no value."""
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = program // HEADS, program % HEADS  # 64 bits: products with strides of buffers exceed 32
     begin, end = tl.load(first + b), tl.load(live + b)
@@ -90,75 +93,83 @@ def _attend_part_kernel(
     some = total > 0
     mean = mean / tl.where(some, total, 1.0)[:, None]
     sums = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    wide = real[:, None] & (dv < DV)[None]
     at = (program * PARTS + part) * M + m
     tl.store(lse + at, sums, mask=real)
-    tl.store(out + at[:, None] * DV + dv[None], mean, mask=real[:, None] & (dv < DV)[None])
-
-
-@triton.jit
-def _merge_parts_kernel(
-    part, lse, sink, out,
-    HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr,
-    PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr
-):  # fmt: skip
-    """Merges the parts of one query, weighted by their sums; a sink is in the softmax but has no value."""
-    program, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    p, dv = tl.arange(0, BP), tl.arange(0, BDV)
-    at = (program * PARTS + p) * M + m
-    sums = tl.load(lse + at, mask=p < PARTS, other=float("-inf"))
-    top = tl.max(sums, 0)
-    if SINK:
-        logit = tl.load(sink + (program % HEADS) * (M // T) + m // T).to(tl.float32)
-        top = tl.maximum(top, logit)
-    weight = tl.exp(sums - top)
-    total = tl.sum(weight, 0)
-    if SINK:
-        total += tl.exp(logit - top)
-    values = tl.load(
-        part + at[:, None] * DV + dv[None], mask=(p < PARTS)[:, None] & (dv < DV)[None], other=0.0
-    )
-    mixed = tl.sum(values * weight[:, None], 0) / total
-    place = (program * M + m) * DV + dv
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=dv < DV)
+    tl.store(part_out + at[:, None] * DV + dv[None], mean, mask=wide)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    count = arrived + program * tl.num_programs(2) + tl.program_id(2)
+    if tl.atomic_add(count, 1, sem="acq_rel") == PARTS - 1:
+        tl.debug_barrier()
+        tl.store(count, 0)  # for the next launch
+        best = tl.full([BM], float("-inf"), tl.float32)
+        whole = tl.zeros([BM], tl.float32)
+        if SINK:
+            head = (program % HEADS) * (M // T) + m // T
+            best = tl.load(sink + head, mask=real, other=0.0).to(tl.float32)
+            whole += 1.0
+        mixed = tl.zeros([BM, BDV], tl.float32)
+        for other in range(PARTS):
+            from_part = (program * PARTS + other) * M + m
+            # Not from the first cache, which may hold what was there before
+            sum_of = tl.load(lse + from_part, mask=real, other=0.0, cache_modifier=".cg")
+            mean_of = tl.load(
+                part_out + from_part[:, None] * DV + dv[None],
+                mask=wide,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            above = tl.maximum(best, sum_of)
+            zero = tl.where(above == float("-inf"), 0.0, above)
+            old, new = tl.exp(best - zero), tl.exp(sum_of - zero)
+            mixed = mixed * old[:, None] + mean_of * new[:, None]
+            whole = whole * old + new
+            best = above
+        mixed = mixed / tl.where(real, whole, 1.0)[:, None]
+        place = ((b * T + t) * HEADS + h) * (M // T) + m // T  # by token, as the next product reads
+        tl.store(out + place[:, None] * DV + dv[None], mixed.to(out.dtype.element_ty), mask=wide)
 
 
 def split_kv_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    metadata: SplitKVMetadata,
+    first: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    position: Tensor,
+    base: Tensor,
+    tail: Tensor | None,
+    window: int | None,
     scale: float,
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, Hkv, groups * T, Dv].
+    """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, T, H, Dv].
 
-    `metadata` has the slots that each of the T tokens attends to; `sink` [H] is gpt-oss's extra logit per head.
+    `first` to `window` are those of SplitKVMetadata: the slots that each of the T tokens attends to; `sink` [H] is
+    gpt-oss's extra logit per head.
     """
     rows, heads, queries, width = query.shape
     out_width = values.shape[3]
-    count = metadata.seen.shape[1]
-    words = 0 if metadata.tail is None else metadata.tail.shape[2]
-    largest = max(16, TILE * 128 // max(128, triton.next_power_of_2(width)))
-    tile = min(largest, max(16, triton.next_power_of_2(queries)))
-    tiles = -(-queries // tile)
+    count = seen.shape[1]
+    words = 0 if tail is None else tail.shape[2]
+    limit = shared_memory(query.device)
+    blocks = pick_blocks(queries, width, out_width, query.element_size(), limit)
+    tiles = -(-queries // blocks.queries)
     parts = max(1, -(-TARGET_PROGRAMS // (rows * heads * tiles)))
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
     lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
-    out = query.new_empty(rows, heads, queries, out_width)
-    # Never read without nodes
-    tail: Any = metadata.seen if metadata.tail is None else metadata.tail
-    _attend_part_kernel[(rows * heads, parts, tiles)](
-        query.contiguous(), keys, values, metadata.first, metadata.live, metadata.seen, metadata.position,
-        tail, metadata.base, part, lse, scale, softcap or 1.0,
+    out = query.new_empty(rows, count, heads * (queries // count), out_width)
+    arrived = counters(query.device, triton.next_power_of_2(rows * heads * tiles))
+    bits = seen if tail is None else tail  # never read without nodes
+    _attend_kernel[(rows * heads, parts, tiles)](
+        query.contiguous(), keys, values, first, live, seen, position,
+        bits, base, query if sink is None else sink, out, part, lse, arrived, scale, softcap or 1.0,
         keys.stride(0), keys.stride(2), keys.stride(1), values.stride(0), values.stride(2), values.stride(1),
-        HEADS=heads, T=count, M=queries, D=width, DV=out_width, W=words, WINDOW=metadata.window or 0,
-        CAPPED=softcap is not None, PARTS=parts, BLOCK=BLOCK, BM=tile,
+        HEADS=heads, T=count, M=queries, D=width, DV=out_width, W=words, WINDOW=window or 0,
+        CAPPED=softcap is not None, SINK=sink is not None, PARTS=parts, BLOCK=blocks.keys, BM=blocks.queries,
         BD=max(16, triton.next_power_of_2(width)), BDV=max(16, triton.next_power_of_2(out_width)),
-    )  # fmt: skip
-    _merge_parts_kernel[(rows * heads, queries)](
-        part, lse, query if sink is None else sink, out,
-        HEADS=heads, T=count, M=queries, DV=out_width, SINK=sink is not None, PARTS=parts,
-        BP=triton.next_power_of_2(parts), BDV=max(16, triton.next_power_of_2(out_width)),
+        num_stages=blocks.stages,
     )  # fmt: skip
     return out

@@ -27,13 +27,20 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
-from decode.model import split_kv_attention
+from decode.model.gpu import split_kv_attention
+from decode.model.gpu.step_blocks import SHARED_KIB, Blocks
 
-SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming Guide)."""
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+"""Cards that Triton compiles for; of 75 its code fails in the assembler."""
 MAX_SPILLED = 64
 """Bytes a thread may store in memory for lack of registers."""
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
         stand_in.__getitem__.return_value = launch
         return stand_in
 
-    names = ("_attend_part_kernel", "_merge_parts_kernel")
-    stand_ins = {name: recorder(getattr(split_kv_attention, name)) for name in names}
-    with mock.patch.multiple(split_kv_attention, **stand_ins):
+    stand_in = recorder(split_kv_attention._attend_kernel)
+    with mock.patch.object(split_kv_attention, "_attend_kernel", stand_in):
         yield launches
 
 
@@ -96,7 +102,8 @@ def build(launch: Launch, capability: int) -> Any:
             if isinstance(value, int) and value % 16 == 0:
                 attributes[at,] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    options = {name: value for name, value in launch.arguments.items() if name == "num_stages"}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def spilled_bytes(ptx: str, capability: int) -> int:
@@ -135,8 +142,8 @@ SHAPES = {
 }
 
 
-def launches_of(shape: Shape) -> list[Launch]:
-    """What one step of two rows launches for a layer."""
+def launches_of(shape: Shape, capability: int = 90) -> list[Launch]:
+    """What one step of two rows launches for a layer on such a GPU."""
     slots = SlotMapping(2, 1024, torch.device("cpu"))
     tree, count = None, 5
     if shape.nodes:
@@ -148,30 +155,33 @@ def launches_of(shape: Shape) -> list[Launch]:
     keys = query.new_zeros(2, shape.heads, 1024, shape.width)
     values = query.new_zeros(2, shape.heads, 1024, shape.value_width or shape.width)
     sink = query.new_zeros(shape.heads * shape.groups) if shape.sink else None
-    metadata = slots.split_kv_metadata(shape.window)
-    with recorded_launches() as launches:
-        split_kv_attention.split_kv_attention(
-            query, keys, values, metadata, 0.1, shape.softcap, sink
-        )
+    live = slots.split_kv_metadata(shape.window)
+    limit = 1024 * SHARED_KIB[capability]
+    fits = mock.patch.object(split_kv_attention, "shared_memory", return_value=limit)
+    with fits, recorded_launches() as launches:
+        given = (
+            query, keys, values, live.first, live.live, live.seen, live.position, live.base, live.tail, live.window
+        )  # fmt: skip
+        split_kv_attention.split_kv_attention(*given, 0.1, shape.softcap, sink)
     return launches
 
 
 def check(compiled: Compiled, capability: int) -> None:
     """AssertionError unless a GPU of that capability runs this code, and without the detour through memory."""
     assert compiled.cubin > 0
-    assert compiled.shared <= SHARED_LIMITS[capability]
+    assert compiled.shared <= 1024 * SHARED_KIB[capability]
     assert compiled.spilled <= MAX_SPILLED
 
 
-CASES = [f"{name}, sm_{capability}" for name in SHAPES for capability in SHARED_LIMITS]
+CASES = [f"{name}, sm_{capability}" for name in SHAPES for capability in CAPABILITIES]
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, ["llama-8b chain, sm_90"]))
 def test_kernels_compile_and_fit(case: str) -> None:
     """Catches a kernel that does not compile for a GPU, needs more shared memory than it has, or spills."""
     name, _, capability = case.partition(", sm_")
-    launches = launches_of(SHAPES[name])
-    assert len(launches) == 2
+    launches = launches_of(SHAPES[name], int(capability))
+    assert len(launches) == 1
     for launch in launches:
         check(compile_launch(launch, int(capability)), int(capability))
 
@@ -193,15 +203,15 @@ def test_a_kernel_that_does_not_compile_is_found() -> None:
 
 def test_a_kernel_that_does_not_fit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: blocks of twice as many keys, of heads as wide as Gemma's."""
-    monkeypatch.setattr(split_kv_attention, "BLOCK", 128)
-    attend, _ = launches_of(SHAPES["gemma2 chain"])
+    monkeypatch.setattr(split_kv_attention, "pick_blocks", lambda *_: Blocks(128, 16, 3))
+    [attend] = launches_of(SHAPES["gemma2 chain"])
     with pytest.raises(AssertionError, match="shared"):
         check(compile_launch(attend, 90), 90)
 
 
 def test_spills_are_found() -> None:
     """Planted: assembly that keeps 200 numbers at once where a thread may have few registers."""
-    attend, _ = launches_of(SHAPES["llama-8b chain"])
+    [attend] = launches_of(SHAPES["llama-8b chain"])
     ptx = build(attend, 90).asm["ptx"]
     assert spilled_bytes(ptx, 90) <= MAX_SPILLED
     fewer = ptx.replace(".reqntid", ".maxnreg 32\n.reqntid")
