@@ -594,7 +594,7 @@ def test_recipes_do_not_share_folders() -> None:
 # ---- what others published ----
 
 PUBLISHED_VALUES: list[dict[str, Any]] = yaml.safe_load(
-    (worlds.ROOT / "configs" / "published.yaml").read_text()
+    (worlds.ROOT / "docs" / "published.yaml").read_text()
 )
 MEANS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("learning_rate", "lr", "LR"), ("loop.lr", float)),
@@ -684,7 +684,7 @@ def departures(s: DistillConfig, values: dict[str, Any]) -> dict[str, tuple[Any,
 def test_values_are_the_published_ones(file: str) -> None:
     """Catches a recipe of values that its source does not have: the source's, not this test's."""
     name = file.removesuffix(".yaml")
-    assert len(published(name)) >= 3, f"{file}: give its source in configs/published.yaml"
+    assert len(published(name)) >= 3, f"{file}: give its source in docs/published.yaml"
     assert departures(recipe(file), published(name)) == {}
 
 
