@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +40,8 @@ from tests.inductor_cuda import GeneratedCode, generate
 from tests.tiny import tiny_config, tiny_model
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss")
-CARDS = (75, 80, 86, 89, 90, 120)
+CARDS = (80, 86, 89, 90, 120)
+WIDTHS = ("llama-8b chain", "gemma3 tree of 16", "deepseek tree of 16")
 K = 4
 
 
@@ -57,7 +59,8 @@ def operations(arch: str) -> dict[str, Any]:
 def graph_kernels(arch: str, kind: str) -> dict[str, Any]:
     """Kernels of a compiled round, of its layers and beside them."""
     cuda_layers.use_own_kernels(tiny_model(arch, dtype=torch.bfloat16))  # trials on real numbers
-    with device_guard(), FakeTensorMode(), gpu_layers(True):
+    hopper = mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    with device_guard(), hopper, FakeTensorMode(), gpu_layers(True):
         with GPU, mock.patch.object(compatibility, "check_trial_pass"):
             config = tiny_config(arch, **depth(arch, 4))
             runner = ModelRunner(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
@@ -122,10 +125,8 @@ def main(out: str) -> None:
         parts.append(("operations", arch, partial(operations, arch)))
         for kind in ("plain", "eagle3"):
             parts.append(("graph", f"{arch}, {kind}", partial(graph_kernels, arch, kind)))
-    for card in CARDS:
-        for name in SHAPES:
-            measure = partial(shared_memory, card, name)
-            parts.append(("attention", f"sm_{card}, {name}", measure))
+    for card, name in [(75, WIDTHS[0]), *product(CARDS, WIDTHS), *product((86, 90), SHAPES)]:
+        parts.append(("attention", f"sm_{card}, {name}", partial(shared_memory, card, name)))
     for section, name, measure in parts:
         if name not in found.setdefault(section, {}):
             found[section][name] = attempt(measure)

@@ -5,6 +5,7 @@ has the lengths of ragged rows, the window of each layer and, in prefill, plain 
 """
 
 import importlib.util
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,8 @@ from decode.model.quantized import vnni
 
 ATTENTION_NAME = "draftsmith"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's kernels run on a CPU, in tests."""
 
 
 @dataclass
@@ -233,7 +236,7 @@ def attention_forward(
         out = _training_attention(query, key, value, mask, sliding_window, scaling, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if SETTINGS.split_kv and slots.row is None and not slots.is_prefill:
+    if _attends_live_slots(slots, query):
         live = slots.split_kv_metadata(sliding_window)
         scale = width**-0.5 if scaling is None else scaling
         out = torch.ops.draftsmith.split_kv_attention(
@@ -328,6 +331,12 @@ def _fused_attention(
         packed, mask = packed[:, :, every], mask[:, :, every]
     out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return out[:, :, :queries]
+
+
+def _attends_live_slots(slots: SlotMapping, query: Tensor) -> bool:
+    """Whether the split-KV kernel attends: in steps, on the GPU that the slots are on."""
+    here = query.device == slots.base.device and (query.is_cuda or IS_INTERPRETED)
+    return SETTINGS.split_kv and here and slots.row is None and not slots.is_prefill
 
 
 def _has_own_kernel(slots: SlotMapping, packed: Tensor, value: Tensor) -> bool:

@@ -49,7 +49,8 @@ class JoinedLinear(torch.nn.Linear):
         """Takes the place of `linear`; its parameters move into `weight` [N, K] and `bias` [N] from `start` on."""
         torch.nn.Module.__init__(self)
         vars(self).update(vars(linear))
-        self.whole, self.whole_bias, self.start = weight, bias, start
+        self.whole: Tensor | None = weight
+        self.whole_bias, self.start = bias, start
         end = start + len(linear.weight)
         weight[start:end] = linear.weight.detach()
         linear.weight.data = weight[start:end]
@@ -79,6 +80,7 @@ class JoinedLinear(torch.nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] times the weights of all layers, one after the other."""
+        assert self.whole is not None
         return F.linear(x, self.whole, self.whole_bias)
 
     def is_whole(self) -> bool:
@@ -87,6 +89,8 @@ class JoinedLinear(torch.nn.Linear):
     def begin_request(self) -> None:
         """Ends the sharing if a parameter is not part of the whole any more."""
         self.checked = REQUESTS.count
+        if self.whole is None:
+            return
         pairs = [(self.weight, self.whole)]
         if self.bias is not None and self.whole_bias is not None:
             pairs.append((self.bias, self.whole_bias))
@@ -101,6 +105,10 @@ class JoinedLinear(torch.nn.Linear):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.checked = -1
         return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have weights of their own, and multiply by themselves."""
+        return vars(self) | dict.fromkeys(("whole", "whole_bias", "fused"))
 
 
 def join_layers(model: Any) -> None:
@@ -146,29 +154,31 @@ def runs_own_kernels(x: Tensor) -> bool:
 class OneKernelNorm(torch.nn.Module):
     """An RMSNorm of transformers, computed by one kernel in eager and captured decoding on a GPU."""
 
+    weight: Tensor
+
     def __init__(self, norm: torch.nn.Module, eps: float, rounding: int):
         """Takes the place of `norm`: shares its parameters and hooks."""
         super().__init__()
         vars(self).update(vars(norm))
-        self.kind, self.eps, self.rounding = type(norm), eps, rounding
+        self.eps, self.rounding = eps, rounding
 
     def forward(self, x: Tensor) -> Tensor:
-        if not runs_own_kernels(x):
-            out: Tensor = self.kind.forward(self, x)
-            return out
+        widens = self.rounding == 0 and self.weight.dtype != x.dtype
+        if widens or not runs_own_kernels(x):
+            return rms_norm_formula(x, self.weight, self.eps, self.rounding)
         # Of a norm over whole states there is one head
         states = x if x.ndim > 3 else x[..., None, :]
-        out = torch.ops.draftsmith.rms_norm(states, self.weight, self.eps, self.rounding)
+        out: Tensor = torch.ops.draftsmith.rms_norm(states, self.weight, self.eps, self.rounding)
         return out.view(x.shape)
 
 
 @cache
-def find_rounding(kind: type[torch.nn.Module], eps_name: str, dtype: torch.dtype) -> int | None:
+def find_rounding(kind: Any, eps_name: str, dtype: torch.dtype) -> int | None:
     """Which of ROUNDINGS norms of this class have: that whose results on random numbers are the same bits.
 
     None: they compute something else.
     """
-    trial = torch.nn.Module.__new__(kind)
+    trial: Any = torch.nn.Module.__new__(kind)
     torch.nn.Module.__init__(trial)
     random = torch.Generator().manual_seed(0)
     trial.weight = torch.nn.Parameter(torch.randn(96, generator=random).to(dtype))
@@ -192,7 +202,8 @@ def use_own_kernels(model: Any) -> None:
             if len(eps) != 1 or list(child._parameters) != ["weight"] or "forward" in vars(child):
                 continue
             [(eps_name, value)] = eps.items()
-            rounding = find_rounding(type(child), eps_name, child._parameters["weight"].dtype)
+            kind: Any = type(child)
+            rounding = find_rounding(kind, eps_name, child._parameters["weight"].dtype)
             if rounding is not None:
                 setattr(module, name, OneKernelNorm(child, value, rounding))
     for source in {type(part).__module__ for part in model.modules()}:

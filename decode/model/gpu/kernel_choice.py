@@ -7,6 +7,7 @@
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,13 +80,13 @@ def choose_kernels(shapes: Collection[StepShape], dtype: torch.dtype, device: to
         damage.warn_once(f"attention of a step is torch's on this old card ({ATTENTION_SETTING})")
     elif attention.HAS_TRITON:
         for shape in sorted(shapes, key=str):
-            compare((shape, device), lambda shape=shape: compare_attention(shape, device))
+            compare((shape, device), partial(compare_attention, shape, device))
         attention.use_split_kv(
             agree(StepShape, "attention of a step is torch's", ATTENTION_SETTING)
         )
     KERNELS.own = False
     if own == "auto" and attention.HAS_TRITON:
-        compare((dtype, device), lambda: compare_layer_kernels(dtype, device))
+        compare((dtype, device), partial(compare_layer_kernels, dtype, device))
         KERNELS.own = agree(torch.dtype, "norms and RoPE are torch's", KERNELS_SETTING)
 
 
@@ -132,7 +133,7 @@ def compare_attention(shape: StepShape, device: torch.device) -> None:
         slots.set_positions(torch.tensor(BASES, device=device), count, nodes=nodes)
         query = normal(rows, shape.kv_heads, shape.groups * count, shape.width)
         allow = slots.mask(shape.window, shape.groups)
-        wide = (x.float() for x in (query, keys, values))
+        wide = query.float(), keys.float(), values.float()
         right = attention._masked_attention(*wide, allow, shape.scale, shape.softcap, sink)
         live = slots.split_kv_metadata(shape.window)
         found = [

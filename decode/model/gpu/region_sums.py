@@ -5,6 +5,7 @@ was a kernel of its own. Here a region gives the two terms, and takes two.
 """
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 def hand_on_terms(graph: Graph) -> None:
     """Changes `graph`, as dynamo traced it, and its regions, where regions that end in a sum follow each other."""
-    calls = [node for node in graph.nodes if node.target is INVOKE]
-    owner = graph.owning_module
-    assert owner is not None
+    calls: list[Any] = [node for node in graph.nodes if node.target is INVOKE]
+    owner: Any = graph.owning_module
     regions = {call.args[0].target: owner.get_submodule(call.args[0].target) for call in calls}
     sums = {name: last_sum(region.graph) for name, region in regions.items()}
     calls = [call for call in calls if sums[call.args[0].target] is not None]
@@ -46,17 +46,16 @@ def hand_on_terms(graph: Graph) -> None:
             second = graph.call_function(operator.getitem, (call, 1))
         with graph.inserting_after(second):
             total = graph.call_function(operator.add, (result, second))
-        result.replace_all_uses_with(
-            total, delete_user_cb=lambda user, total=total: user is not total
-        )
-        for user in list(total.users):
+        keeps = partial(operator.is_not, total)
+        result.replace_all_uses_with(total, delete_user_cb=keeps)
+        for user in list[Any](total.users):
             at = places.get(user.args[0].target) if user in made else None
             if at is not None and user.args[at] is total:
                 user.args = (*user.args[:at], result, *user.args[at + 1 : -1], second)
     graph.eliminate_dead_code()
 
 
-def last_sum(graph: Graph) -> Node | None:
+def last_sum(graph: Any) -> Node | None:
     """The one result of a region, if it is the sum of two tensors that it computes."""
     [given] = graph.output_node().args
     given = list(given) if isinstance(given, list | tuple) else [given]
@@ -68,13 +67,13 @@ def last_sum(graph: Graph) -> Node | None:
     return node if computed and terms[0] is not terms[1] else None
 
 
-def result_of(call: Node) -> Node | None:
+def result_of(call: Any) -> Node | None:
     """The node that takes the one result of a call."""
     users = list(call.users)
     return users[0] if len(users) == 1 and users[0].target is operator.getitem else None
 
 
-def take_two(graph: Graph, at: int) -> None:
+def take_two(graph: Any, at: int) -> None:
     """The argument number `at` of a region becomes the sum of two."""
     inputs = graph.find_nodes(op="placeholder")
     given = inputs[at]
@@ -86,8 +85,8 @@ def take_two(graph: Graph, at: int) -> None:
     graph.owning_module.recompile()
 
 
-def give_two(graph: Graph, total: Node | None) -> None:
-    assert total is not None
+def give_two(graph: Any, total: Any) -> None:
+    """A region gives the terms of its last sum."""
     graph.output_node().args = (tuple(total.args),)
     graph.eliminate_dead_code()
     graph.owning_module.recompile()

@@ -47,7 +47,8 @@ class Blocks:
 
     def shared_bytes(self, width: int, out_width: int, itemsize: int) -> int:
         """Shared memory of a program at most, for heads of this width."""
-        stages = max(1, self.stages - 1)
+        # Hopper's products of 64 queries read operands from there that others have in registers
+        stages = self.stages if self.queries >= 64 else max(1, self.stages - 1)
         return itemsize * (
             stages * self.keys * (width + out_width) + self.queries * (width + self.keys)
         )

@@ -19,6 +19,7 @@ from decode.drafts.wrappers import DraftWrapper
 from decode.engine.active_request import ActiveRequest
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import run_round
+from decode.model.gpu import cuda_layers
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.registry import VERIFICATION_RULES
@@ -26,6 +27,7 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.engine.test_compile import FAMILIES, HOW, make
 from tests.fake_gpu import NOT_HERE, GpuBug, OneDevice, fake_gpu
+from tests.gpu_counts import gpu_layers
 from tests.heads import random_draft
 from tests.params import pairwise, rotated, slow_except
 from tests.tiny import ARCHITECTURES, FEW, tiny_model, tiny_prompts, tiny_target
@@ -127,6 +129,15 @@ def test_a_round_of_any_architecture_stays_on_the_gpu(arch: str) -> None:
     target = tiny_target(model, eos=(5,))
     draft = CausalDraft(ModelRunner(model), shape=DynamicTree(2, 4))
     run_on_fake_gpu(target, draft, 3, SAMPLED, "exact", k=2, rounds=1)
+
+
+@pytest.mark.parametrize("name", slow_except([name for name, *_ in KEPT], ["causal", "eagle3"]))
+def test_a_round_with_own_kernels_stays_on_the_gpu(name: str) -> None:
+    """Catches what kernels of ours and joined products need of the host, in drafts and targets."""
+    with gpu_layers(True):
+        target = tiny_target(tiny_model("llama", dtype=torch.bfloat16), eos=(5,))
+        cuda_layers.use_own_kernels(target.runner.model)
+        run_on_fake_gpu(target, draft_for(name, target), 3, SAMPLED, "exact")
 
 
 def test_every_family_is_here() -> None:

@@ -28,15 +28,19 @@ from decode.engine.active_request import ActiveRequest
 from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import propose, round_bytes, verify_and_commit
-from decode.model import attention, compatibility
+from decode.model import compatibility, inductor_linear
+from decode.model.gpu import cuda_layers
 from decode.model.hidden_states import HiddenStateSpec
+from decode.model.kv_cache import StaticKVLayer
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification import sampling as samplings
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.fake_gpu import GPU, NOT_HERE, device_guard
+from tests.gpu_counts import gpu_layers
 from tests.params import rotated, slow_except
+from tests.tiny import tiny_model
 
 pytest.importorskip("triton", reason="needs Triton, which has wheels for Linux")
 from tests.decode.model.gpu.test_kernels_compile import Compiled, check, spilled_bytes
@@ -46,8 +50,9 @@ pytestmark = pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))
 VOCAB, DRAFT_VOCAB, SLOTS, K = 128_256, 32_000, 2048, 3
 LAYERS, DRAFT_LAYERS = 3, 2
 KV_HEADS, HEAD_DIM = 8, 128
-MAX_OWN = 9
-"""Inductor's own kernels in a Llama's layer, as read from its code: norms, RoPE, writes to the buffers, mask, MLP."""
+MOST = 9
+"""Kernels of a Llama's layer: four products, attention, two norms with the sums before them, RoPE with the writes to
+the buffers, and the MLP's product of two."""
 SAMPLED = SamplingParams(0.8, top_p=0.9)
 
 
@@ -111,7 +116,8 @@ class Round:
 
 def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
     """The code of a round of `rows` rows of the draft `name`."""
-    with device_guard(), FakeTensorMode():
+    cuda_layers.use_own_kernels(tiny_model("llama", dtype=torch.bfloat16))  # trials on numbers
+    with device_guard(), FakeTensorMode(), gpu_layers(True):
         runner = llama(4096, LAYERS, 32, 14336)
         target = Target(runner, None, "llama", None, "fingerprint", frozenset({5}))
         draft = make_draft(name, target)
@@ -157,12 +163,10 @@ def check_regions(code: GeneratedCode, layers: int, passes: int = 1) -> None:
 
 
 def check_launches(code: GeneratedCode) -> None:
-    """AssertionError for more kernels in a layer than a Llama's products, attention and MAX_OWN of inductor's."""
+    """AssertionError for more than MOST kernels in a layer, and for products that are not joined."""
     for block in code.regions.values():
-        assert block.launches["extern_kernels.mm"] == 7
-        own = [name for name in block.launches if name.startswith("triton_")]
-        assert block.launches.total() == 8 + len(own), block.launches
-        assert len(own) <= MAX_OWN, own
+        assert block.launches["extern_kernels.mm"] == 4, block.launches
+        assert block.launches.total() <= MOST, block.launches
 
 
 def check_memory(code: GeneratedCode, q_bytes: int, limit: int) -> None:
@@ -210,7 +214,7 @@ def test_generated_kernels_compile(case: str) -> None:
     code = generate_round(case.split()[0], SAMPLED)
     for half in code.halves:
         kernels = compile_kernels(half)
-        assert len(kernels) > 20
+        assert len(kernels) > 8
         for settings in kernels.values():
             for one in settings:
                 spilled = spilled_bytes(one.asm["ptx"], 90)
@@ -226,8 +230,13 @@ def target_code(sampling: SamplingParams = SamplingParams()) -> GeneratedCode:  
 
 def test_a_copy_of_the_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the keys are scaled in place of the queries, which takes a second buffer."""
-    attend = attention._masked_attention
-    monkeypatch.setattr(attention, "_masked_attention", lambda q, k, *rest: attend(q, 2 * k, *rest))
+    update = StaticKVLayer.update
+
+    def scaled(self: StaticKVLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = update(self, *args, **kwargs)
+        return 2 * keys, values
+
+    monkeypatch.setattr(StaticKVLayer, "update", scaled)
     with pytest.raises(AssertionError, match=str(SLOTS)):
         check_kv_buffers(target_code())
 
@@ -273,6 +282,13 @@ def test_a_layer_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaMLP, "__init__", numbering)
     with pytest.raises(AssertionError, match="3 == 1|regions"):
         check_regions(target_code(), LAYERS)
+
+
+def test_layers_that_end_in_a_sum_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the last sum of a layer stays a kernel of its own."""
+    monkeypatch.setattr(inductor_linear, "hand_on_terms", lambda graph: None)
+    with pytest.raises(AssertionError, match="Counter"):
+        check_launches(target_code())
 
 
 def test_unfused_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,18 @@ def test_a_replaced_weight_is_used() -> None:
     assert all(map(torch.allclose, outputs(one.double(), wide), outputs(usual.double(), wide)))
 
 
+def test_a_copy_has_weights_of_its_own() -> None:
+    """Catches a copy that multiplies by the weights of its original, or keeps them in memory."""
+    usual, one = joined()
+    x = torch.randn(1, 3, 24)
+    copied = copy.deepcopy(one)
+    with torch.no_grad():
+        copied.q_proj.weight.zero_()
+    assert all(map(torch.equal, outputs(one, x), outputs(usual, x)))
+    assert not outputs(copied, x)[0].any()
+    assert copied.get_submodule("q_proj").whole is None
+
+
 def test_layers_learn_as_before() -> None:
     """Catches gradients that do not reach the parameters of joined layers."""
     usual, one = joined()
