@@ -335,8 +335,9 @@ def _fused_attention(
 
 def _attends_live_slots(slots: SlotMapping, query: Tensor) -> bool:
     """Whether the split-KV kernel attends: in steps, on the GPU that the slots are on."""
-    here = query.device == slots.base.device and (query.is_cuda or IS_INTERPRETED)
-    return SETTINGS.split_kv and here and slots.row is None and not slots.is_prefill
+    if not SETTINGS.split_kv or slots.row is not None or slots.is_prefill:
+        return False
+    return query.device == slots.base.device and (query.is_cuda or IS_INTERPRETED)
 
 
 def _has_own_kernel(slots: SlotMapping, packed: Tensor, value: Tensor) -> bool:

@@ -20,11 +20,13 @@ from decode.common import files, provenance
 from decode.common.errors import UserError, first_line
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
+from decode.devices.choice import pick_device
 from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine, pick_mode
 from decode.engine.records import collect_outputs
 from decode.model import attention
+from decode.model.gpu import kernel_choice
 from decode.model.loading import Target, load_model, load_target, usual_dtype
 from decode.serving.running import vllm_client
 from eval.benchmark.timing import synchronize
@@ -196,12 +198,14 @@ def run_graph(s: GpuSmokeConfig) -> dict[str, Any]:
 
 
 def run_split_kv(s: GpuSmokeConfig) -> dict[str, Any]:
-    """Plain decoding and the draft with the Triton kernel of attention."""
-    work = Work.load(s)
-    if work.device.type != "cuda":
+    """Plain decoding and the draft with the Triton kernel of attention forced, beside texts by SDPA: the other stages
+    run what was chosen at load."""
+    if not pick_device(s.device).startswith("cuda"):
         raise Skip("split-KV attention is a kernel for GPUs")
+    os.environ[kernel_choice.ATTENTION_SETTING] = "sdpa"  # of this process, which runs one stage
+    work = Work.load(s)
     mode = work.mode("captured")
-    assert work.texts  # by SDPA, before the kernel takes its place
+    assert work.texts  # before the kernel takes SDPA's place
     attention.use_split_kv(True)
     return work.compare(("plain", mode, None), (work.draft.name, mode, work.draft))
 

@@ -68,6 +68,52 @@ print("equal")
 """
 
 
+AT_LOAD = """
+import torch
+
+from decode.model.gpu import layer_kernels, split_kv_attention
+from decode.model.gpu.kernel_choice import StepShape, compare_attention, compare_layer_kernels
+
+split_kv_attention.TARGET_PROGRAMS, cpu = 18, torch.device("cpu")
+shape = StepShape(2, 2, 16, 24, torch.float32, 0.25, 33, None, True)
+with torch.inference_mode():
+    for dtype in (torch.float32, torch.bfloat16):
+        compare_layer_kernels(dtype, cpu)
+    compare_attention(shape, cpu)
+    right = layer_kernels.rms_norm
+    layer_kernels.rms_norm = lambda x, weight, eps, rounding: right(x, weight, eps, 0)
+    try:
+        compare_layer_kernels(torch.float32, cpu)
+    except AssertionError as error:
+        assert "a norm" in str(error)
+        print("equal")
+"""
+
+
+def interpret(*command: str) -> None:
+    """AssertionError unless the Python `command` prints "equal" in a process where Triton's kernels are interpreted."""
+    root = Path(__file__).resolve().parents[4]
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", *command], env=env, cwd=root, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton (comes with CUDA's torch)"
+)
+def test_the_checks_at_load_pass_and_find_a_wrong_norm() -> None:
+    """Catches norms, RoPE and writes of the Triton kernels that differ from torch's, and checks that see nothing:
+    a norm without Gemma's one is planted."""
+    interpret(AT_LOAD)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton (comes with CUDA's torch)"
@@ -76,16 +122,7 @@ print("equal")
 def test_split_kv_equals_the_dense_mask(arch: str) -> None:
     """Catches parts merged wrongly, an ancestor mask or window read off by one, softcap, sinks and heads of unequal
     size lost, dead slots read: chains and trees of ragged rows, text and logits."""
-    root = Path(__file__).resolve().parents[4]
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, arch], env=env, cwd=root, capture_output=True, text=True
-    )
-    assert done.stdout == "equal\n", done.stderr[-2000:]
+    interpret(CHECK, arch)
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 130])
