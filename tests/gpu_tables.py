@@ -59,11 +59,7 @@ def operations(arch: str) -> dict[str, Any]:
 def graph_kernels(arch: str, kind: str) -> dict[str, Any]:
     """Kernels of a compiled round, of its layers and beside them."""
     cuda_layers.use_own_kernels(tiny_model(arch, dtype=torch.bfloat16))  # trials on real numbers
-<<<<<<< HEAD
-    hopper = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
-=======
     hopper = mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0))  # noqa: PT008 (dynamo traces it)
->>>>>>> h-c
     with device_guard(), hopper, FakeTensorMode(), gpu_layers(True):
         with GPU, mock.patch.object(compatibility, "check_trial_pass"):
             config = tiny_config(arch, **depth(arch, 4))
