@@ -54,8 +54,8 @@ oil, peanut butter, rice cakes, soy milk, vegetable soup, apple juice, orange ju
 blueberries, lychees, tangerines, collard greens, radicchio, watercress, bulgur, fava beans, kippers, beef,
 basil, vanilla, gooseberries, pineapples, butternut squash, leeks""",
     "eval": """\
-walnuts, bananas, cucumbers, quinoa, strawberries, cheddar, cranberries, oranges, hazelnuts, oatmeal,
-oysters, pork, bean sprouts, garlic, sauerkraut, lupins, coriander, kimchi, spinach, chia seeds, wheat germ,
+bananas, garlic, cucumbers, quinoa, strawberries, cheddar, cranberries, oranges, hazelnuts, oatmeal,
+oysters, pork, bean sprouts, walnuts, sauerkraut, lupins, coriander, kimchi, spinach, chia seeds, wheat germ,
 tempeh, scallops, crispbread""",
 }
 """What is trained on; what settings were chosen by; what is evaluated, the first ones against the clock."""
