@@ -308,6 +308,7 @@ def test_a_closed_terminal_does_not_end_what_saves(tmp_path: Path) -> None:
     """Catches an I/O error of the terminal that is gone in the middle of saving."""
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
         os.chdir(ROOT)
         end = f"open({str(tmp_path / 'saved')!r}, 'w').close()\n        stop(signals"
         program = PROGRAM.replace("stop(signals", end).replace(
