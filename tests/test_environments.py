@@ -262,6 +262,7 @@ def stopped(
     """(exit code, stderr) of PROGRAM after the signal; -9 if it ran on."""
 
     def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
 
