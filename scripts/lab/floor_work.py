@@ -403,7 +403,8 @@ def measure_floor(s: FloorConfig) -> None:
         steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, rounds)
         print_tables(weight_bytes, bandwidth, steps, from_json(list[FloorWork], batches))
         files.write_result(s.out, {
-            "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
+            "target": target.name, "dtype": s.dtype, "mode": s.mode,
+            "split_kv": attention.SETTINGS.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
             "bandwidth": bandwidth, "products": products, "steps": list(map(asdict, steps)),
             "batches": batches, **to_json(provenance.collect()),

@@ -59,7 +59,7 @@ class FloorConfig(BenchSettings, TargetSettings):
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
     split_kv: bool = False
-    """On a GPU: decode with decode/model/gpu/split_kv_attention.py instead of SDPA with a dense mask."""
+    """On a GPU: decode with decode/model/gpu/split_kv_attention.py, whatever was chosen at load."""
     rows: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Rows of a step."""
     repeats: Count = 7
