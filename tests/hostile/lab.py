@@ -89,7 +89,7 @@ BASE = {
     "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
     "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
-    "--compiled false --device cpu --out $tmp/out.json",
+    "--device cpu --out $tmp/out.json",
     "scripts/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
 }
 """Arguments of each command that work, or would with vLLM, a GPU or more time."""

@@ -33,16 +33,17 @@ def settle_engine(s: SampleConfig) -> SampleConfig:
     if s.engine != "auto":
         return s
     uses_gpu = s.device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
-    ours = replace(s, engine="local", vllm_python="", vllm_args=[])
     if not uses_gpu or s.origin == "text" or parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return ours
+        return replace(s, engine="local")  # `check_engine` refuses settings of vLLM that nothing would read
     python = find_vllm(s.vllm_python)
     why = why_ours(s) or ("" if python else "no vLLM is installed (VLLM_PYTHON, .venv-vllm)")
     if os.environ.get("RANK", "0") == "0":
         chosen = f"ours, since {why}" if why else f"vLLM, by {python}; {OURS}"
         sys.stderr.write(f"engine auto: {chosen}\n")
     rows = max(s.concurrency, ROWS)
-    return ours if why else replace(s, engine="vllm", vllm_python=python, concurrency=rows)
+    if why:
+        return replace(s, engine="local", vllm_python="", vllm_args=[])
+    return replace(s, engine="vllm", vllm_python=python, concurrency=rows)
 
 
 def find_vllm(asked: str) -> str:

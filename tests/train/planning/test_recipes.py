@@ -367,7 +367,7 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
         sample_store.write_shard(data, rows[4:], "b")
         settings = SampleConfig(target=str(target), out=str(data))
         counts = {"asked": 6, "answered": 6, "failed": 0}
-        answering.write_manifest(settings, answering.load_reader(settings), [], counts)
+        answering.write_manifest(settings, answering.load_reader(settings), counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
