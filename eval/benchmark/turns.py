@@ -26,8 +26,9 @@ EngineAnswer = dict[str, Any]
 Column = tuple[str, str]  # A pass of every turn: (which part of an attempt, label)
 MOST_REPEATS = 2  # of one turn
 STALLED = "a method stalled"
-REPEATED_SHARE, ALWAYS_ALLOWED = 0.25, 3
-"""Repeats are at most this share of all turns, but so many in a short run: a slow machine must not go on forever."""
+VAIN_SHARE, ALWAYS_ALLOWED = 0.25, 3
+"""Repeats that mended nothing are at most this share of all turns, but so many in a short run: a machine that is busy
+all along must not go on forever."""
 
 
 @dataclass
@@ -118,7 +119,7 @@ def repeat_troubled_turns(
     turns: Sequence[Turn], repeat: Callable[[int], None], *, of_rounds: bool
 ) -> list[JudgedTurn]:
     """`judge_turns` when `repeat(number)` has added to turns whose seconds do not count, while the limits allow."""
-    allowed = max(ALWAYS_ALLOWED, int(REPEATED_SHARE * len(turns)))
+    allowed = max(ALWAYS_ALLOWED, int(VAIN_SHARE * len(turns)))
     while True:
         judged = judge_turns(turns, of_rounds=of_rounds)
         waiting = [
@@ -126,7 +127,8 @@ def repeat_troubled_turns(
             for number, (turn, x) in enumerate(zip(turns, judged, strict=True))
             if x.trouble and turn.complete and turn.repeats < MOST_REPEATS
         ]
-        if not waiting or sum(turn.repeats for turn in turns) >= allowed:
+        vain = sum(turn.repeats for turn, x in zip(turns, judged, strict=True) if x.trouble)
+        if not waiting or vain >= allowed:
             return judged
         repeat(min(waiting, key=lambda number: turns[number].repeats))
 

@@ -63,7 +63,7 @@ def last_sum(graph: Any) -> Node | None:
     if not isinstance(node, Node) or node.target is not operator.add:
         return None
     terms: tuple[Any, ...] = node.args
-    computed = all(isinstance(x, Node) and x.op == "call_function" for x in terms)
+    computed = all(isinstance(x, Node) and x.op.startswith("call_") for x in terms)
     return node if computed and terms[0] is not terms[1] else None
 
 
