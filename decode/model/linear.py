@@ -5,11 +5,12 @@ rows with one large weight take 0.8 to 0.95 of the time of those with its parts 
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -111,7 +112,9 @@ PACKED_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(
 )
 """Whether oneDNN has products of bf16 numbers here: on x86 those of AVX-512 or of AVX-NE-CONVERT."""
 EAGER_ROWS = 2
-"""Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
+"""Rows up to which eager code multiplies fp32 numbers as `product_of_few_rows` says."""
+TIMED_FROM, TIMED_WIDTH, TIMES = 1 << 20, 4096, 3
+"""Bytes from which a weight is multiplied as was timed; inputs and outputs of the weight that is; how often it is."""
 COMPILED_ROWS = 6
 """Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`).
 
@@ -168,15 +171,62 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads)
 
 
+@cache
+def product_of_few_rows(threads: int) -> Literal["parts", "weight", "packed"]:
+    """What multiplies one fp32 row fastest on this machine by so many threads, timed once in a process: parts of the
+    weight that threads share, the weight as it is, or the packed one.
+
+    On an AMD EPYC with two threads parts take 0.8 of the time of the packed weight, on an Intel Xeon with AMX and one
+    thread 1.7 (docs/log).
+    """
+    weight = torch.ones(TIMED_WIDTH, TIMED_WIDTH)
+    row = torch.ones(1, TIMED_WIDTH)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    parts = split_weight(weight, threads)
+    products: dict[Literal["parts", "weight", "packed"], Callable[[], Tensor]] = {
+        "parts": lambda: multiply_parts(row, parts),
+        "weight": lambda: F.linear(row, weight),
+        "packed": lambda: torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], ""),
+    }
+    seconds = dict.fromkeys(products, math.inf)
+    for _ in range(1 + TIMES):
+        for name, multiply in products.items():
+            start = time.perf_counter()
+            multiply()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return min(products, key=lambda name: seconds[name])
+
+
+def split_weight(weight: Tensor, threads: int) -> Tensor:
+    """The weight [N, K] as it is, in parts that threads share -> [P, N / P, K]."""
+    return weight.view(math.gcd(len(weight), 2 * threads), -1, weight.shape[1])
+
+
+def multiply_parts(x: Tensor, parts: Tensor) -> Tensor:
+    """x [..., K], of one or two rows, times the parts [P, N / P, K] of a weight -> [..., N].
+
+    The weight is on the left: with one row on the left the product takes up to twice as long (docs/log).
+    """
+    width = x.shape[-1]
+    rows, shape = x.numel() // width, (*x.shape[:-1], parts.shape[0] * parts.shape[1])
+    columns = x.contiguous().as_strided((parts.shape[0], width, rows), (0, 1, width))
+    out = torch.bmm(parts, columns)
+    if rows > 1:
+        out = out.view(-1, rows).t().contiguous()
+    return out.view(shape)
+
+
 class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
     once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log), and those of layers that read the same
-    tensor are one product (`FusedProduct`), in compiled code as well. Copies are made at the first call and again at
-    the first call of a request if the weight has changed. They are used in inference mode only, in which all decoding
-    runs: training takes the usual product, whether or not the model has decoded in between. Compiled code multiplies by
-    copies of its own (`pack_for_compiled_code`).
+    tensor are one product (`FusedProduct`), in compiled code as well. One or two fp32 rows are multiplied by what is
+    fastest on this machine (`product_of_few_rows`).
+
+    Copies are made at the first call and again at the first call of a request if the weight has changed. They are used
+    in inference mode only, in which all decoding runs: training takes the usual product, whether or not the model has
+    decoded in between. Compiled code multiplies by copies of its own (`pack_for_compiled_code`).
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -189,8 +239,8 @@ class PackedLinear(torch.nn.Linear):
         self.blocks: Tensor | None = None
         self.start = 0
         """The first of this layer's outputs in the product with its copies."""
-        self.parts: Tensor | None = None
-        """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
+        self.few_rows: Literal["parts", "weight", "packed"] = "packed"
+        self.parts: Tensor | None = None  # of `split_weight`, where few rows are multiplied by them
         self.fused: FusedProduct[PackedLinear] | None = None
         """The product that this layer shares with others."""
         self.place = 0  # among the layers of `fused`
@@ -210,8 +260,11 @@ class PackedLinear(torch.nn.Linear):
             self.begin_request()
         if not self.packable:
             return super().forward(x)
-        if self.parts is not None and x.numel() <= EAGER_ROWS * x.shape[-1]:
-            return self._multiply_few_rows(x, self.parts)
+        if self.few_rows != "packed" and x.numel() <= EAGER_ROWS * x.shape[-1]:
+            if self.parts is None:
+                return super().forward(x)
+            out = multiply_parts(x, self.parts)
+            return out if self.bias is None else out + self.bias
         if self.packed is None:
             self.pack()
         if self.fused is not None and self.fused.is_shared:
@@ -248,20 +301,6 @@ class PackedLinear(torch.nn.Linear):
         out = out[:, self.start : end].view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
-    def _multiply_few_rows(self, x: Tensor, parts: Tensor) -> Tensor:
-        """One or two fp32 rows times the weight as it is, in parts that threads share: faster than the packed weight.
-
-        The weight is on the left: with one row on the left the product takes up to twice as long (docs/log).
-        """
-        width = x.shape[-1]
-        rows, shape = x.numel() // width, (*x.shape[:-1], len(self.weight))
-        columns = x.contiguous().as_strided((parts.shape[0], width, rows), (0, 1, width))
-        out = torch.bmm(parts, columns)
-        if rows > 1:
-            out = out.view(-1, rows).t().contiguous()
-        out = out.view(shape)
-        return out if self.bias is None else out + self.bias
-
     def begin_request(self) -> None:
         """Drops copies of weights that have changed since: of this layer and of those that share its product."""
         for layer in self.sharing():
@@ -285,10 +324,13 @@ class PackedLinear(torch.nn.Linear):
         if self.packed_from != state:
             self.drop_copies()
         self.packed_from, self.checked = state, REQUESTS.count
-        self.packable, self.parts = self.can_pack(), None
+        self.packable, self.parts, self.few_rows = self.can_pack(), None, "packed"
         if self.packable and weight.dtype == torch.float32:
-            parts = math.gcd(len(weight), 2 * torch.get_num_threads())
-            self.parts = weight.view(parts, -1, weight.shape[1])
+            threads = torch.get_num_threads()
+            timed = weight.nbytes >= TIMED_FROM
+            self.few_rows = product_of_few_rows(threads) if timed else "parts"
+            if self.few_rows == "parts":
+                self.parts = split_weight(weight, threads)
 
     def pack(self) -> None:
         """Makes the copies that are missing, for all layers of a whole `fused`: for oneDNN, and in blocks where

@@ -1,6 +1,7 @@
 """Packed linear layers: the same products, only while decoding, never of old weights, and in every decoder."""
 
 import copy
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,49 @@ def test_products_are_those_of_a_linear_layer(
         x, usual.weight.float(), None if usual.bias is None else usual.bias.float()
     )
     assert torch.allclose(got.float(), wanted, atol=1e-6 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["parts", "weight", "packed"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_are_the_same_by_every_product(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a lost bias, rows in another order, and a product that nobody asked for, by each way that may be fastest
+    on a machine."""
+    monkeypatch.setattr(linear, "product_of_few_rows", lambda threads: kind)
+    torch.manual_seed(0)
+    usual = torch.nn.Linear(512, 513, bias=True)  # of more than TIMED_FROM bytes
+    layer, x = PackedLinear(usual), torch.randn(rows, 512)
+    with torch.inference_mode():
+        got = layer(x)
+        assert torch.allclose(got, usual(x), atol=1e-5)
+    assert (layer.packed is None) == (kind != "packed" and rows < 3)
+    assert (layer.parts is None) == (kind != "parts")
+
+
+@pytest.mark.parametrize("fast", ["parts", "weight", "packed"])
+def test_the_fastest_product_is_taken(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches plain decoding that takes twice as long as it must: by parts on one CPU, by the packed weight on another."""
+
+    def late(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            time.sleep(0.1)
+            return product(*args)
+
+        return run
+
+    places = {
+        "parts": (linear, "multiply_parts"),
+        "weight": (linear.F, "linear"),
+        "packed": (torch.ops.mkldnn, "_linear_pointwise"),
+    }
+    for name in {*places} - {fast}:
+        monkeypatch.setattr(*places[name], late(getattr(*places[name])))
+    linear.product_of_few_rows.cache_clear()
+    try:
+        assert linear.product_of_few_rows(1) == fast  # the only one that is not late
+    finally:
+        linear.product_of_few_rows.cache_clear()
 
 
 def test_bf16_is_not_packed_where_the_cpu_has_no_products_of_it(
