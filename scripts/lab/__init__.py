@@ -5,7 +5,6 @@ floor.py             command: what a step of the target could take at best on th
                      sampling, a pass of features and a training step. floor_work.py does it
 gpu_smoke.py         command: what a GPU must show first; not run on one yet. gpu_checks.py does it
 compare_trainers.py  command: this training loop beside those of reference_trainers.py. trainer_runs.py does it
-data_curve.py        command: how acceptance grows with the data, what twice the data would give. curve_runs.py does it
 task_prompts.py      command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
 quickstart.py        command: prompts of the quickstart, and what its report says in words
 build_target.py      command: trains the bundled target and base draft. bundled_model.py does it

@@ -11,15 +11,11 @@ from decode.common.ranges import (
     LearningRate,
     Seed,
     Share,
-    Temperature,
-    above,
     at_least,
 )
-from decode.common.run_dir import FolderSettings
 from decode.common.target_settings import TargetSettings
 from eval.settings.evaluation import Task
 from scripts.lab.cells import BenchSettings
-from train.trainer.settings import DistillConfig
 
 
 @dataclass
@@ -94,40 +90,6 @@ class GpuSmokeConfig(BenchSettings):
     """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
     stage: str = ""
     """Run only this stage and print its JSON (used internally)."""
-
-
-@dataclass
-class DataCurveConfig(FolderSettings):
-    out: str = "outputs/data_curve"
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
-    loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
-    effect."""
-    sizes: list[Count] = field(default_factory=list)
-    """Supervised tokens of each part; empty: `points` sizes, geometric, from all tokens ÷ `span` to all tokens."""
-    points: Annotated[int, at_least(2, 100)] = 5
-    """Number of sizes if `sizes` is empty."""
-    span: Annotated[float, above(1, 10**6)] = 100.0
-    """Largest size ÷ smallest one if `sizes` is empty."""
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1])
-    """Trainings of each size. Without a second one the chance of training shows only as scatter around the law."""
-    passes: Annotated[float, above(0, 10**6)] = 3.0
-    """How often each part is read."""
-    least_steps: CountOrZero = 100
-    """Optimiser steps of a run at least, which read small parts more often."""
-    steps: CountOrZero = 0
-    """Optimiser steps of every run, in place of `passes` and `least_steps`; 0: those are used."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
-    )  # fmt: skip
-    """The held-out prompts; of chats the first turn."""
-    k: DraftLength = 4
-    """Tokens drafted per round."""
-    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
-    max_new_tokens: Count = 64
-    """Longest answer in evaluation, in tokens."""
-    worth: Annotated[float, at_least(-1, 100)] = 0.02
-    """Relative gain in τ from which on twice the data is worth it."""
 
 
 TrainerName = Literal[

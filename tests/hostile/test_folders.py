@@ -44,8 +44,6 @@ FOREIGN = [
     Case("scripts/publish.py", "", "out", (THESIS,)),
     Case("scripts/sweep.py", "", "out", (THESIS,)),
     Case("scripts/sweep.py", "", ("train/distill.py", "out"), (copy("causal", "out"),)),
-    Case("scripts/lab/data_curve.py", "", "out", (THESIS,)),
-    Case("scripts/lab/data_curve.py", "--overwrite true", "out", (copy("causal", "out"),)),
     Case("scripts/publish.py", "", "out", (write("out/draftsmith.json", "{}"), THESIS)),
     Case("scripts/publish.py", "--out $tmp/..", "out"),
     Case("scripts/export.py", "--out $lab/eagle3", "eagle3"),

@@ -86,10 +86,6 @@ NAMES = [
     ("scripts/lab/compare_trainers.py", "--arms '[nonsense]'", "arms"),
     ("scripts/lab/compare_trainers.py", "--arms '[]'", "arms"),
     ("scripts/lab/compare_trainers.py", "--dtype int3", "float32"),
-    ("scripts/lab/data_curve.py", "--distill.loss nonsense", "loss"),
-    ("scripts/lab/data_curve.py", "--distill.draft.family nonsense", "nonsense"),
-    ("scripts/lab/data_curve.py", "--tasks '[{name: nonsense}]'", ("nonsense", "path")),
-    ("scripts/lab/data_curve.py", "--tasks '[]'", "tasks"),
     ("scripts/lab/floor.py", "--dtype int3", "float32"),
     ("scripts/lab/floor.py", "--mode nonsense", "nonsense"),
     ("scripts/lab/floor.py", "--device tpu", "device"),
@@ -115,10 +111,6 @@ MISMATCHED = [
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, k: 600}]'", "k"),
     ("eval/tune.py", "--methods '[{name: causal, draft: $lab/stranger}]'", ("stranger", "tokenizer")),
     ("eval/tune.py", "--ks '[1, 2, 600]'", "ks"),
-    ("eval/transfer.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
-    ("eval/transfer.py", "--targets '[$lab/target]'", "targets"),
-    ("eval/transfer.py", "--targets '[$lab/target, $lab/target]'", "targets"),
-    ("eval/transfer.py", "--tasks '[]'", "tasks"),
     ("eval/fidelity.py", "--dtypes '[w8a8, w8a8]'", "dtypes"),
     ("eval/fidelity.py", "--dtypes '[float32]'", ("dtypes", "float32")),
     ("eval/fidelity.py", "--dtypes '[w4a4]'", "w4a4"),
@@ -130,11 +122,6 @@ MISMATCHED = [
     ("scripts/publish.py", "--draft $lab/causal --report $lab/report/report.json --tuned $lab/report/report.json", "tuned"),
     ("scripts/lab/compare_trainers.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
     ("scripts/lab/gpu_smoke.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
-    ("scripts/lab/data_curve.py", "--distill.draft.init $lab/stranger", ("stranger", "tokenizer")),
-    ("scripts/lab/data_curve.py", "--distill.target $lab/stranger", "tokenizer"),
-    ("scripts/lab/data_curve.py", "--tasks '[{name: own, path: $lab/all_prompts.txt}]'", "held out"),
-    ("scripts/lab/data_curve.py", "--distill.data '[{path: $lab/samples}]'", "distill.data"),
-    ("scripts/lab/data_curve.py", "--distill.draft.init '' --distill.draft.family medusa --distill.draft.heads 1", "k"),
 ]  # fmt: skip
 """The same of things that are there, but do not go together."""
 
