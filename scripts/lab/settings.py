@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 from decode.common.ranges import (
     Count,
-    CountOrZero,
     DraftLength,
     DtypeName,
     LearningRate,
@@ -15,7 +14,6 @@ from decode.common.ranges import (
 )
 from decode.common.target_settings import TargetSettings
 from eval.settings.evaluation import Task
-from scripts.lab.cells import BenchSettings
 
 
 @dataclass
@@ -51,11 +49,11 @@ class BuildTargetConfig:
 
 
 @dataclass
-class FloorConfig(BenchSettings, TargetSettings):
+class FloorConfig(TargetSettings):
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
-    split_kv: bool = False
-    """On a GPU: decode with decode/model/gpu/split_kv_attention.py, whatever was chosen at load."""
     rows: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Rows of a step."""
     repeats: Count = 7
@@ -64,16 +62,12 @@ class FloorConfig(BenchSettings, TargetSettings):
     """The prompts that the decoder continues, repeated where a batch has more rows."""
     max_new_tokens: Count = 32
     """Tokens decoded for each prompt."""
-    sampled_rows: list[Count] = field(default_factory=lambda: [32, 64])
-    """Rows of a sampled step."""
-    samples: CountOrZero = 4
-    """Samples of a pass of features and of a step of training; 0: neither is timed."""
-    sample_tokens: Annotated[int, at_least(2)] = 256
-    """Tokens of each of these samples, the second half of which is an answer."""
 
 
 @dataclass
-class GpuSmokeConfig(BenchSettings):
+class GpuSmokeConfig:
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
     target: str = "assets/target"
     draft: str = ""
     """A draft for it that proposes on the device; empty: a new EAGLE-3 head, which has learned nothing."""
@@ -90,44 +84,3 @@ class GpuSmokeConfig(BenchSettings):
     """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
     stage: str = ""
     """Run only this stage and print its JSON (used internally)."""
-
-
-TrainerName = Literal[
-    "ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy",
-    "eagle3", "eagle3-features", "eagle3-trainer",
-]  # fmt: skip
-
-
-@dataclass
-class CompareTrainersConfig(BenchSettings):
-    target: str = "assets/target"
-    draft: str = "assets/draft"
-    """The small LM to train."""
-    data: str = "outputs/compare/samples"
-    """A sampled set from train/sample.py."""
-    arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
-    rounds: Count = 3
-    """Runs of each trainer."""
-    warm: Count = 3
-    """Untimed steps at the start of each run."""
-    steps: Count = 20
-    """Timed steps of each run."""
-    batch_size: Count = 8
-    max_length: Count = 256
-    """Longer samples are cut to this many tokens."""
-    max_new_tokens: Count = 64
-    """On policy: tokens of a continuation at most."""
-    pack: bool = False
-    """This project's trainers: rows packed into lines (--loop.pack of train/distill.py) instead of padded."""
-    epochs: Count = 3
-    """With features: epochs of training for which their pass is made."""
-    eagle_vocab: CountOrZero = 8192
-    """Size of the EAGLE-3 head's vocabulary; 0: all tokens of the target."""
-    eagle_steps: Count = 7
-    """Steps of the EAGLE-3 head's training-time test."""
-    on_policy_every: Count = 10
-    """ours-on-policy: number of steps whose texts are generated together."""
-    dtype: str = "float32"
-    """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
-    one: bool = False
-    """Run only the first trainer, in this process, and print its JSON (used internally)."""

@@ -70,18 +70,12 @@ BASE = {
     "--compile false",
     "scripts/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
-    "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
-    "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
-    "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
     "scripts/audit.py": "$lab/causal --target $lab/target --served none --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $out",
-    "scripts/lab/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
-    "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --out $tmp/out.json",
     "scripts/lab/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
     "--article_count 2 --out $out",
     "scripts/lab/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
-    "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
     "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
     "--device cpu --out $tmp/out.json",

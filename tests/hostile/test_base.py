@@ -15,7 +15,7 @@ QUICK = {
     "scripts/lab/floor.py": (), "scripts/export.py": (), "scripts/publish.py": (),
     "scripts/check_draft.py": (), "scripts/audit.py": (),
     "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
-    "scripts/track_report.py": (copy("causal"),), "scripts/sweep.py": (),
+    "scripts/track_report.py": (copy("causal"),),
     "scripts/lab/task_prompts.py": (),
 }  # fmt: skip
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""

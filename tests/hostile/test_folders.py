@@ -42,8 +42,6 @@ FOREIGN = [
     *(Case(command, "--out .", "out") for command in RUNS),
     Case("scripts/export.py", "", "out", (THESIS,)),
     Case("scripts/publish.py", "", "out", (THESIS,)),
-    Case("scripts/sweep.py", "", "out", (THESIS,)),
-    Case("scripts/sweep.py", "", ("train/distill.py", "out"), (copy("causal", "out"),)),
     Case("scripts/publish.py", "", "out", (write("out/draftsmith.json", "{}"), THESIS)),
     Case("scripts/publish.py", "--out $tmp/..", "out"),
     Case("scripts/export.py", "--out $lab/eagle3", "eagle3"),

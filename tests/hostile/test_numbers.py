@@ -28,12 +28,8 @@ NUMBERS = {
     "scripts/lab/build_target.py": "tokens 0 | decay 2",
     "scripts/referee.py": "temperature .nan",
     "scripts/audit.py": "draws 0",
-    "scripts/sweep.py": """
-        grid '{loop.lr: [.nan]}' | random '{loop.lr: {low: .nan, high: 1}}' '{loop.lr: {low: 2, high: 1}}' | workers -1
-    """,
-    "scripts/lab/compare_trainers.py": "eagle_vocab -1",
     "scripts/lab/task_prompts.py": "code_count x",
-    "scripts/lab/floor.py": "rows '[]' '[0]' | sampled_rows '[0]' | sample_tokens 1",
+    "scripts/lab/floor.py": "rows '[]' '[0]'",
     "scripts/lab/gpu_smoke.py": "rows 0",
     "scripts/llamacpp_parity.py": "margin .nan",
 }

@@ -80,9 +80,6 @@ CONFIGS: list[tuple[str, str, str | bytes, str]] = [
     ("decode/generate.py", "repeated key", "k: 3\nk: 5\n", "k"),
     ("scripts/publish.py", "labels is a text", "labels: mit\n", "labels"),
     ("scripts/export.py", "unknown key", "formats: flat\n", "format"),
-    ("scripts/sweep.py", "grid is a list", "grid: [loop.lr]\n", "grid"),
-    ("scripts/sweep.py", "nested grid", "grid: {loop: {lr: [1]}}\n", "grid.loop"),
-    ("scripts/sweep.py", "words is a text", "words: --loop.steps 2\n", "words"),
 ]  # fmt: skip
 """(command, what is wrong, the YAML file, what the message names)."""
 
