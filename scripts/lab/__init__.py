@@ -1,18 +1,13 @@
-"""The laboratory: what a machine can do, and experiments of which the log keeps the results.
+"""The laboratory: what a machine can do, and what the bundled models, the quickstart and reproduce.sh are made by.
 
-cells.py             the harness of all of them: cells in alternating turns, kept one by one, averages and intervals
-floor.py             command: what a step of the target could take at best on this machine, and what it takes; also
-                     sampling, a pass of features and a training step. floor_work.py does it
-gpu_smoke.py         command: what a GPU must show first; not run on one yet. gpu_checks.py does it
-compare_trainers.py  command: this training loop beside those of reference_trainers.py. trainer_runs.py does it
-data_curve.py        command: how acceptance grows with the data, what twice the data would give. curve_runs.py does it
-task_prompts.py      command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
-quickstart.py        command: prompts of the quickstart, and what its report says in words
-build_target.py      command: trains the bundled target and base draft. bundled_model.py does it
-settings.py          the settings of these five
-sweep_plan.py        the settings of scripts/sweep.py and its trials, checked by the swept command's own parser
-sweep_pool.py        runs trials in processes: claimed by a lock, resumed, tried again when they fail
-sweep_results.py     the metric of each trial, the table and the chart
+floor.py           command: what a step of the target could take at best on this machine, and what it takes.
+                   floor_work.py does it
+gpu_smoke.py       command: what a GPU must show first; not run on one yet. gpu_checks.py does it
+planted_clocks.py  command: whether speed-ups mislead when the machine is disturbed
+task_prompts.py    command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
+quickstart.py      command: prompts of the quickstart, and what its report says in words
+build_target.py    command: trains the bundled target and base draft. bundled_model.py does it
+settings.py        the settings of floor.py, gpu_smoke.py and build_target.py
 
 May import decode, eval and train.
 """

@@ -8,23 +8,12 @@ each weight and row. For each R the table has
 
   roofline: the larger of weights ÷ memory bandwidth and operations ÷ the highest rate that any product below reached
   product: the target's linear layers alone, one after the other, by the fastest of these kernels: linear
-    (torch.nn.functional.linear), packed (decode/model/linear.py), on a CPU also int8 (weights in 8 bits,
-    torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor; with --dtype w8a8 the products of
-    whole numbers alone, without rotating and rounding their inputs
+    (torch.nn.functional.linear) and, on a CPU, packed (decode/model/linear.py); with --dtype w8a8 the products of whole
+    numbers alone, without rotating and rounding their inputs
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
   first: seconds of the first request of R rows. With --mode compiled its code is made or, the second time, read from
     the disk (set TORCHINDUCTOR_CACHE_DIR to an empty folder to time it from cold)
-
-A second table has the work around decoding, each with the time that its matrix products take at least:
-
-  sampling: a round of --sampled_rows texts at temperature 1. Vocabulary work is what follows the logits: temperature,
-    softmax, the draw, the check for NaN; also timed with top-p 0.9
-  features: a pass of the target that fills the feature store with the states that EAGLE-3 reads. Its floor is the
-    products of the target's layers at as many rows; no logits are computed
-  training: a step of an EAGLE-3 head of 8,192 tokens and three steps with the live target, in mixed bf16 where --dtype
-    is bfloat16. Its floor is the operations of its products, forward and backward (train/planning), at the rate of the
-    target's layers in the pass of features
 
 Weights come from memory: all layers are multiplied in turn, which is more than a cache holds, if the target is larger
 than that. Run it on an idle machine. The last line is JSON.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,22 @@ from decode.engine.engine import SpeculativeEngine, pick_mode
 from decode.engine.records import collect_outputs
 from decode.model import attention
 from decode.model.gpu import kernel_choice
+from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target, load_model, load_target, usual_dtype
 from decode.serving.running import vllm_client
 from eval.benchmark.timing import synchronize
 from eval.checks.greedy_equivalence import find_mismatches, measure_pair
 from eval.settings.evaluation import Task
 from eval.tasks.loading import TaskPrompt, load_task_prompts
-from scripts.lab.floor_work import new_head, sample_rows, training_step
 from scripts.lab.settings import GpuSmokeConfig
+from train.data.batching import collate
+from train.data.sample_store import SampleRow
+from train.families.base import FamilyContext
+from train.families.settings.eagle import Eagle3Settings
+from train.settings.training import LoopConfig
 from train.trainer.launch import attention_in_force
+from train.trainer.loop import build_optimizers
+from train.trainer.settings import DistillConfig
 
 LEAST = 10.0
 """Seconds below which no stage is begun any more: a process that loads torch takes as long."""
@@ -168,6 +176,46 @@ def find_waits(device: torch.device, work: Callable[[], Any]) -> list[str]:
     return sorted({f"{w.filename}:{w.lineno}" for w in waits})
 
 
+def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[SampleRow]:
+    """`count` samples of `length` tokens of the prompts, repeated; the second half of each is an answer."""
+    tokens = cycle([token for prompt in prompts for token in prompt])
+    return [
+        SampleRow(
+            id=str(i), source="smoke", origin="target", input_ids=list(islice(tokens, length)),
+            loss_spans=[[length // 2, length]], finish_reason="length",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def new_head(target: Target, rows: list[SampleRow]) -> Any:
+    """A new EAGLE-3 head in training, which reads a low, a middle and a high layer of the live target."""
+    torch.manual_seed(0)
+    layers = len(layer_stack(target.runner.model))
+    taps = sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})
+    head = Eagle3Settings(vocab=min(8192, target.runner.vocab_size), steps=3, taps=taps)
+    settings = DistillConfig(draft=head)
+    return head.build(FamilyContext(settings, target, rows, str(target.runner.device)))
+
+
+def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
+    """An optimiser step of a new EAGLE-3 head on these samples; it returns the loss."""
+    device, trained = target.runner.device, new_head(target, rows)
+    (optimizer,) = build_optimizers(trained, LoopConfig(lr=1e-4))
+    batch = collate(rows, pad_id=0).to(device)
+    mixed = target.runner.model.dtype == torch.bfloat16  # bf16 products of fp32 weights
+
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+            loss = trained.loss(trained.model, batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
 # ---- the stages ----
 
 
@@ -258,10 +306,9 @@ def run_training(s: GpuSmokeConfig) -> dict[str, Any]:
             start = time.perf_counter()
             losses.append(float(step()))
             seconds.append(time.perf_counter() - start)
-    fell = losses[-1] < losses[0]
     problem = f"the loss was {losses[0]} and is {losses[-1]} after {TRAINING_STEPS - 1} steps"
     row = {"attention": method, "losses": losses, "seconds": seconds}
-    return {"rows": [row], "problems": [] if fell else [problem]}
+    return {"rows": [row], "problems": [] if losses[-1] < losses[0] else [problem]}
 
 
 Stage = Callable[[GpuSmokeConfig], dict[str, Any]]

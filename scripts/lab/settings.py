@@ -5,21 +5,15 @@ from typing import Annotated, Literal
 
 from decode.common.ranges import (
     Count,
-    CountOrZero,
     DraftLength,
     DtypeName,
     LearningRate,
     Seed,
     Share,
-    Temperature,
-    above,
     at_least,
 )
-from decode.common.run_dir import FolderSettings
 from decode.common.target_settings import TargetSettings
 from eval.settings.evaluation import Task
-from scripts.lab.cells import BenchSettings
-from train.trainer.settings import DistillConfig
 
 
 @dataclass
@@ -55,11 +49,11 @@ class BuildTargetConfig:
 
 
 @dataclass
-class FloorConfig(BenchSettings, TargetSettings):
+class FloorConfig(TargetSettings):
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
-    split_kv: bool = False
-    """On a GPU: decode with decode/model/gpu/split_kv_attention.py, whatever was chosen at load."""
     rows: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Rows of a step."""
     repeats: Count = 7
@@ -68,16 +62,12 @@ class FloorConfig(BenchSettings, TargetSettings):
     """The prompts that the decoder continues, repeated where a batch has more rows."""
     max_new_tokens: Count = 32
     """Tokens decoded for each prompt."""
-    sampled_rows: list[Count] = field(default_factory=lambda: [32, 64])
-    """Rows of a sampled step."""
-    samples: CountOrZero = 4
-    """Samples of a pass of features and of a step of training; 0: neither is timed."""
-    sample_tokens: Annotated[int, at_least(2)] = 256
-    """Tokens of each of these samples, the second half of which is an answer."""
 
 
 @dataclass
-class GpuSmokeConfig(BenchSettings):
+class GpuSmokeConfig:
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
     target: str = "assets/target"
     draft: str = ""
     """A draft for it that proposes on the device; empty: a new EAGLE-3 head, which has learned nothing."""
@@ -94,78 +84,3 @@ class GpuSmokeConfig(BenchSettings):
     """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
     stage: str = ""
     """Run only this stage and print its JSON (used internally)."""
-
-
-@dataclass
-class DataCurveConfig(FolderSettings):
-    out: str = "outputs/data_curve"
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
-    loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
-    effect."""
-    sizes: list[Count] = field(default_factory=list)
-    """Supervised tokens of each part; empty: `points` sizes, geometric, from all tokens ÷ `span` to all tokens."""
-    points: Annotated[int, at_least(2, 100)] = 5
-    """Number of sizes if `sizes` is empty."""
-    span: Annotated[float, above(1, 10**6)] = 100.0
-    """Largest size ÷ smallest one if `sizes` is empty."""
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1])
-    """Trainings of each size. Without a second one the chance of training shows only as scatter around the law."""
-    passes: Annotated[float, above(0, 10**6)] = 3.0
-    """How often each part is read."""
-    least_steps: CountOrZero = 100
-    """Optimiser steps of a run at least, which read small parts more often."""
-    steps: CountOrZero = 0
-    """Optimiser steps of every run, in place of `passes` and `least_steps`; 0: those are used."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
-    )  # fmt: skip
-    """The held-out prompts; of chats the first turn."""
-    k: DraftLength = 4
-    """Tokens drafted per round."""
-    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
-    max_new_tokens: Count = 64
-    """Longest answer in evaluation, in tokens."""
-    worth: Annotated[float, at_least(-1, 100)] = 0.02
-    """Relative gain in τ from which on twice the data is worth it."""
-
-
-TrainerName = Literal[
-    "ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy",
-    "eagle3", "eagle3-features", "eagle3-trainer",
-]  # fmt: skip
-
-
-@dataclass
-class CompareTrainersConfig(BenchSettings):
-    target: str = "assets/target"
-    draft: str = "assets/draft"
-    """The small LM to train."""
-    data: str = "outputs/compare/samples"
-    """A sampled set from train/sample.py."""
-    arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
-    rounds: Count = 3
-    """Runs of each trainer."""
-    warm: Count = 3
-    """Untimed steps at the start of each run."""
-    steps: Count = 20
-    """Timed steps of each run."""
-    batch_size: Count = 8
-    max_length: Count = 256
-    """Longer samples are cut to this many tokens."""
-    max_new_tokens: Count = 64
-    """On policy: tokens of a continuation at most."""
-    pack: bool = False
-    """This project's trainers: rows packed into lines (--loop.pack of train/distill.py) instead of padded."""
-    epochs: Count = 3
-    """With features: epochs of training for which their pass is made."""
-    eagle_vocab: CountOrZero = 8192
-    """Size of the EAGLE-3 head's vocabulary; 0: all tokens of the target."""
-    eagle_steps: Count = 7
-    """Steps of the EAGLE-3 head's training-time test."""
-    on_policy_every: Count = 10
-    """ours-on-policy: number of steps whose texts are generated together."""
-    dtype: str = "float32"
-    """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
-    one: bool = False
-    """Run only the first trainer, in this process, and print its JSON (used internally)."""

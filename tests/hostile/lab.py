@@ -32,7 +32,7 @@ from tests.worlds import Done
 
 FIRST_ARGUMENT = {
     "train/doctor.py": "data", "eval/report.py": "folder", "eval/advise.py": "report",
-    "eval/transfer.py": "draft", "eval/fidelity.py": "target", "eval/rescore.py": "log other",
+    "eval/fidelity.py": "target", "eval/rescore.py": "log other",
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft", "scripts/referee.py": "draft",
     "scripts/llamacpp_parity.py": "draft", "scripts/audit.py": "draft",
@@ -56,8 +56,6 @@ BASE = {
     "--out $out",
     "eval/report.py": "$tmp/report",
     "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
-    "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
     "eval/fidelity.py": "$lab/target --max_new_tokens 4 --tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' "
     "--device cpu --out $tmp/out.json",
     "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
@@ -72,21 +70,12 @@ BASE = {
     "--compile false",
     "scripts/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
-    "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
-    "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
-    "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
     "scripts/audit.py": "$lab/causal --target $lab/target --served none --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $out",
-    "scripts/lab/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
-    "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --out $tmp/out.json",
-    "scripts/lab/data_curve.py": "--distill.target $lab/target --distill.data $lab/samples "
-    "--distill.draft.init $lab/draft --distill.loop.batch_size 2 --distill.loop.micro_batch 2 --sizes '[5, 20]' "
-    "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",
     "scripts/lab/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
     "--article_count 2 --out $out",
     "scripts/lab/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
-    "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
     "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
     "--device cpu --out $tmp/out.json",
@@ -136,8 +125,6 @@ def build(folder: Path) -> Lab:
     (folder / "chat" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     texts = [text for text in world.texts if len(text) > 4]
     (folder / "prompts.txt").write_text("\n\n".join(texts[:8]) + "\n")
-    # Which prompts a limit takes depends on the folder's name: some of the sampled ones are surely among all.
-    (folder / "all_prompts.txt").write_text("\n\n".join(texts) + "\n")
     qa = [{"question": f"What is {i}?", "answer": f"It is {i}. #### {i}"} for i in range(500)]
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in qa))
     (folder / "python").write_text("#!/bin/sh\nexit 1\n")

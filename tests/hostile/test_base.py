@@ -9,14 +9,14 @@ from tests.hostile.files import copy, write
 from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
 
 QUICK = {
-    "eval/report.py": (copy("report"),), "eval/advise.py": (), "eval/transfer.py": (),
+    "eval/report.py": (copy("report"),), "eval/advise.py": (),
     "eval/fidelity.py": (),
     "eval/rescore.py": (), "eval/forecast.py": (), "train/doctor.py": (), "decode/generate.py": (),
     "scripts/lab/floor.py": (), "scripts/export.py": (), "scripts/publish.py": (),
     "scripts/check_draft.py": (), "scripts/audit.py": (),
     "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
-    "scripts/track_report.py": (copy("causal"),), "scripts/sweep.py": (),
-    "scripts/lab/data_curve.py": (), "scripts/lab/task_prompts.py": (),
+    "scripts/track_report.py": (copy("causal"),),
+    "scripts/lab/task_prompts.py": (),
 }  # fmt: skip
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""
 

@@ -22,23 +22,14 @@ NUMBERS = {
         batch_sizes '[0]' '[100000]' | batch_ks '[]' '[0]' | temperatures '[.nan]'
     """,
     "eval/advise.py": "memory_gb .nan",
-    "eval/transfer.py": "k 600 | temperatures '[]' | retrain 0.99",
     "eval/fidelity.py": "rows 0 | limit -1",
     "decode/generate.py": "k 1000000 | sampling.top_p .nan",
     "scripts/export.py": "k 0",
     "scripts/lab/build_target.py": "tokens 0 | decay 2",
     "scripts/referee.py": "temperature .nan",
     "scripts/audit.py": "draws 0",
-    "scripts/sweep.py": """
-        grid '{loop.lr: [.nan]}' | random '{loop.lr: {low: .nan, high: 1}}' '{loop.lr: {low: 2, high: 1}}' | workers -1
-    """,
-    "scripts/lab/compare_trainers.py": "eagle_vocab -1",
-    "scripts/lab/data_curve.py": """
-        sizes '[5]' '[0, 5]' '[5, 5]' '[5, 100000]' '[1, 2]' | points 1 | span 1 | seeds '[]' '[0, 0]' | k 1000 |
-        temperatures '[]' '[0.0, 0.0]' | distill.loop.lr 0
-    """,
     "scripts/lab/task_prompts.py": "code_count x",
-    "scripts/lab/floor.py": "rows '[]' '[0]' | sampled_rows '[0]' | sample_tokens 1",
+    "scripts/lab/floor.py": "rows '[]' '[0]'",
     "scripts/lab/gpu_smoke.py": "rows 0",
     "scripts/llamacpp_parity.py": "margin .nan",
 }

@@ -80,12 +80,6 @@ CONFIGS: list[tuple[str, str, str | bytes, str]] = [
     ("decode/generate.py", "repeated key", "k: 3\nk: 5\n", "k"),
     ("scripts/publish.py", "labels is a text", "labels: mit\n", "labels"),
     ("scripts/export.py", "unknown key", "formats: flat\n", "format"),
-    ("scripts/sweep.py", "grid is a list", "grid: [loop.lr]\n", "grid"),
-    ("scripts/sweep.py", "nested grid", "grid: {loop: {lr: [1]}}\n", "grid.loop"),
-    ("scripts/sweep.py", "words is a text", "words: --loop.steps 2\n", "words"),
-    ("scripts/lab/data_curve.py", "distill is a list", "distill: [a]\n", "distill"),
-    ("scripts/lab/data_curve.py", "unknown nested", "distill: {lr: 1}\n", "lr"),
-    ("scripts/lab/data_curve.py", "a setting of distill.py", "loop: {lr: 1}\n", "loop"),
 ]  # fmt: skip
 """(command, what is wrong, the YAML file, what the message names)."""
 
@@ -180,7 +174,6 @@ WORDS = [
     ("scripts/referee.py", "--control true", "temperature"),
     ("scripts/audit.py", "--served llama.cpp", "llama-server"),
     ("scripts/audit.py", "--tasks '[]'", "tasks"),
-    ("scripts/lab/data_curve.py", "--distill.draft.init ''", "draft"),
     ("eval/report.py", "--folder ''", "report.json"),
     ("train/doctor.py", "--data ''", "--data"),
     ("train/doctor.py", "--data '[]'", "--data"),

@@ -64,8 +64,6 @@ class EagleTrainer(nn.Module):
     (the feature) besides its distribution.
     """
 
-    alignment: type[Alignment] = Alignment
-
     def __init__(
         self,
         net: EagleModel,
@@ -81,7 +79,7 @@ class EagleTrainer(nn.Module):
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
-        places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
+        places = Alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
         rows = SupervisedRows(places, self.steps)
         states = self.step_states(batch, output.features, places, rows)
         ids, size = self.net.ids, chunked_sums.max_chunk_rows(len(self.embedding))
@@ -93,7 +91,6 @@ class EagleTrainer(nn.Module):
             teacher: Tensor, states: Tensor, valid: Tensor, weight: Tensor, feature: Tensor
         ) -> dict[str, Tensor]:
             p_logits = self.head(teacher)
-            valid = self.loss_positions(p_logits, valid)
             logits = step_logits(states)
             sums = loss_and_metrics(self.criterion, p_logits, logits, valid, weight, ids)
             if isinstance(self.net, Eagle1Model):
@@ -132,10 +129,6 @@ class EagleTrainer(nn.Module):
             state = self.run(self.net.step, state, embeds, position, attend)
             states.append(state[rows.batch, rows.values_at_slots(index, j)])
         return torch.stack(states, 1)
-
-    def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
-        """[N, J] bool: the positions among `valid` that count in the loss; here all of them."""
-        return valid
 
 
 def valid_slot_indices(valid: Tensor) -> Tensor:

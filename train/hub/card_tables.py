@@ -26,8 +26,6 @@ from eval.results.report import (
     unique_names,
 )
 from eval.results.tuned import TunedChain, TunedReport
-from eval.scaling import data_curve
-from eval.scaling.data_curve import DataCurve
 
 NOT_RECORDED = "not recorded"
 ACCEPTANCE_COLUMNS = ("task", "method", "K", "n", "τ", "α")
@@ -84,11 +82,8 @@ def tuned_lengths_table(chains: Sequence[TunedChain]) -> Table | None:
     return Table("Tuned draft lengths", header, rows)
 
 
-def card_images(
-    own: Sequence[MethodResult], k: int, curve: DataCurve | None = None
-) -> list[CardImage]:
-    """For each setting: α by position with a line for each task, and speed-ups with a row for each method; then τ over
-    the training data.
+def card_images(own: Sequence[MethodResult], k: int) -> list[CardImage]:
+    """For each setting: α by position with a line for each task, and speed-ups with a row for each method.
 
     α is that of chains with K = `k`, or of the longest chains if the report has none of that length (K tuned later).
     """
@@ -122,10 +117,6 @@ def card_images(
             limits = plots.axis_limits(points.values(), 1.0)
             svg = plots.dot_plot(points, rows, tasks, title, label, limits, 1.0)
             add(f"speedup-{name}", "Speed-up by task", svg, key)
-    if curve is not None:
-        key = f"{data_curve.marker_line(curve)}, dashed: fitted"
-        svg = data_curve.curve_panel(curve, "tau")
-        add("data-curve.svg", data_curve.CAPTION, svg, key)
     return found
 
 

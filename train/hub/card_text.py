@@ -17,7 +17,6 @@ from eval.reporting.formatting import format_speedup, format_value
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.results.report import MethodResult, unique_names
 from eval.results.tuned import TunedChain
-from eval.scaling.data_curve import DataCurve, doubling_lines
 from train.families.registry import family_settings
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
 from train.hub.evidence import Evidence
@@ -225,15 +224,6 @@ def tuning_note(facts: CardInputs) -> str:
     batch = "".join(f", batch {chain.cell.batch_size}" for chain in facts.tuned_chains[:1])
     tasks = ", ".join(tuned.tasks) or NOT_RECORDED
     return f"Tuned on {tuned.hardware.device or NOT_RECORDED}{batch}, prompts of {tasks}."
-
-
-def data_curve_note(curve: DataCurve | None) -> str:
-    """How acceptance grew with the training data, and what twice as much would give; "" without a data curve."""
-    if curve is None:
-        return ""
-    made = f"Drafts of this family were trained on parts of {curve.data or NOT_RECORDED}"
-    tasks = ", ".join(curve.tasks) or NOT_RECORDED
-    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(curve))}"
 
 
 def source_files(evidence: Evidence) -> str:

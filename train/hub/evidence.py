@@ -13,7 +13,6 @@ from eval.results.forecast import ForecastReport
 from eval.results.referee import RefereeResult
 from eval.results.report import EvalReport, read_measurements
 from eval.results.tuned import TunedReport
-from eval.scaling.data_curve import DataCurve, read_data_curve
 
 REFEREE_FILE = "the greedy result of scripts/referee.py --out, without --temperature"
 
@@ -25,7 +24,6 @@ class Evidence:
     report: EvalReport | None = None
     referee: RefereeResult | None = None
     tuned: TunedReport | None = None
-    data_curve: DataCurve | None = None
     forecast: ForecastReport | None = None
 
     def check(self, draft: DraftMetadata) -> None:
@@ -64,12 +62,6 @@ class Evidence:
             raise UserError(
                 f"an engine decoded {len(self.referee.differ)} prompts unlike this decoder: find out why first"
             )
-        ours, curve = (draft.family, draft.tokenizer_hash), self.data_curve
-        if curve is not None and ours != (curve.family, curve.target.tokenizer):
-            raise UserError(
-                f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of such "
-                "drafts"
-            )
 
     def published(self, known: Collection[str]) -> dict[str, Any]:
         """The fields of each file that are published, by its name; None: there is none."""
@@ -80,7 +72,7 @@ class Evidence:
 
 
 def read_evidence(
-    report: str = "", referee: str = "", tuned: str = "", data_curve: str = "", forecast: str = ""
+    report: str = "", referee: str = "", tuned: str = "", forecast: str = ""
 ) -> Evidence:
     """From these files; an empty path: there is none. UserError that names a file with other content."""
 
@@ -91,7 +83,6 @@ def read_evidence(
         read(EvalReport, report, "report.json of eval/run.py"),
         read_object(RefereeResult, referee, REFEREE_FILE) if referee else None,
         read(TunedReport, tuned, "tuned.json of eval/tune.py"),
-        read_data_curve(data_curve) if data_curve else None,
         read(ForecastReport, forecast, "forecast.json of eval/forecast.py"),
     )
 

@@ -42,7 +42,7 @@ def render(
     """The card. `k_source` says where K comes from; the images must be saved as images/NAME beside it."""
     evidence = facts.evidence
     timed = [m for m in facts.own if m.valid_speedup.value is not None]
-    images = card_images(facts.own, job.k, evidence.data_curve)
+    images = card_images(facts.own, job.k)
     fields = {
         "title": job.repo.rpartition("/")[2],
         "summary": card_text.summary(facts, job),
@@ -61,12 +61,11 @@ def render(
             kind: "; ".join(
                 dict.fromkeys(f"{i.caption}: {i.key}." for i in images if i.name.startswith(kind))
             )
-            for kind in ("acceptance", "speedup", "data-curve")
+            for kind in ("acceptance", "speedup")
         },
         "training": training_table(facts.draft),
         "cost": cost_table(facts.draft),
         "data": data_table(facts.draft),
-        "data_curve": card_text.data_curve_note(evidence.data_curve),
         "limits": card_text.limitations(facts, job, labels),
         "provenance": provenance_table(facts.draft, facts.hashed, evidence.report, evidence.tuned),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in DEFINED_TERMS],

@@ -130,7 +130,7 @@ def build_draft_folder(
         for engine_config in configs:
             for file, text in engine_config.files.items():
                 _write(staging / "serving" / file, text)
-        for image in card_images(inputs.own, k, inputs.evidence.data_curve):
+        for image in card_images(inputs.own, k):
             _write(staging / "images" / image.name, image.svg)
         model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
         check_cited_files(staging)

@@ -235,14 +235,6 @@ def drafted(q_logits: Tensor, ids: Tensor | None = None) -> Tensor:
     return column if ids is None else ids[column]
 
 
-def argmax_in_vocabulary(p_logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Whether argmax p is in the draft's vocabulary [N] bool: the positions that EAGLE-3 trains on."""
-    in_vocabulary = torch.ones(p_logits.shape[-1], dtype=torch.bool, device=p_logits.device)
-    if ids is not None:
-        in_vocabulary = torch.zeros_like(in_vocabulary).index_fill_(0, ids, True)
-    return in_vocabulary[p_logits.argmax(-1)]
-
-
 def smooth_l1(prediction: Tensor, feature: Tensor) -> Tensor:
     """Smooth L1 loss [N] of predicted hidden states [N, H], averaged over H: EAGLE-1, arXiv 2401.15077."""
     prediction = prediction.to(_compute_dtype(prediction))

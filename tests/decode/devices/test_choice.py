@@ -10,7 +10,7 @@ import torch
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.devices import choice
-from decode.devices.choice import pick_device
+from decode.devices.choice import fastest_dtype, pick_device
 from train.trainer import launch
 from train.trainer.collective import join_processes
 
@@ -213,6 +213,37 @@ def test_training_and_sampling_ask_as_well(
         join_processes()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert join_processes().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "precision"),
+    [((7, 5), "float16", "fp16"), ((8, 0), "bfloat16", "bf16"),
+     ((7, 0), "float16", "fp16"), ((9, 0), "bfloat16", "bf16")],
+)  # fmt: skip
+def test_bfloat16_that_is_emulated_is_not_chosen(
+    capability: tuple[int, int], dtype: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches bf16 on a T4 or V100, which torch calls supported since it emulates it."""
+    monkeypatch.setattr(choice, "find_gpu", lambda: True)
+
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or capability >= (8, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert fastest_dtype() == dtype
+    bf16 = choice.has_bfloat16()
+    assert launch.settle_precision("auto", launch.Claims(), "cuda", bf16) == precision
+    assert launch.settle_precision("auto", launch.Claims(), "cpu", bf16) == "no"
+
+
+@pytest.mark.parametrize(("has", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_without_products_in_bfloat16_computes_in_float32(
+    has: bool, dtype: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches bf16 on CPUs that would emulate it."""
+    machine(None)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    assert fastest_dtype() == dtype
 
 
 def as_before(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from eval.reporting.advice import advice_markdown, advise
 from eval.reporting.tables import format_identical
 from eval.results.report import EvalReport, MethodResult, read_report
 from eval.results.tuned import TunedReport
-from tests import curves, drafts, worlds
+from tests import drafts, worlds
 from train.hub.evidence import Evidence
 
 
@@ -537,9 +537,6 @@ def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> Non
     (tmp_path / "report.json").write_text(json.dumps(report))
     worlds.call("eval/report.py", tmp_path).ok()
     assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
-    (tmp_path / "curve.json").write_text(json.dumps(curves.curve(lambda n: 2.4 - 8 * n**-0.7)))
-    worlds.call("eval/report.py", tmp_path, "--data_curve", tmp_path / "curve.json").ok()
-    assert "doubling 60,000 supervised tokens" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text("[]")
     assert "is not a report" in worlds.call("eval/report.py", tmp_path).error()
 

@@ -14,7 +14,6 @@ from eval.reporting.render import render_html
 from eval.results.forecast import ForecastReport
 from eval.results.report import EvalReport, read_report
 from eval.results.tuned import TunedReport, read_tuned
-from eval.scaling.data_curve import DataCurve
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -34,7 +33,6 @@ def test_results_come_back_as_they_were_written(path: Path) -> None:
     old = json.loads(path.read_text())
     marks = {
         "baseline": EvalReport, "chosen": TunedReport, "schedules": ForecastReport,
-        "before": DataCurve,
     }  # fmt: skip
     kinds = [kind for key, kind in marks.items() if key in old]
     for kind in kinds:
@@ -42,7 +40,7 @@ def test_results_come_back_as_they_were_written(path: Path) -> None:
         written = json.loads(json.dumps(to_json(read)))
         assert holds(written, old)
         assert from_json(kind, written) == read
-    assert kinds or path.stem not in ("smollm2", "tuned", "data_curve_smollm2")
+    assert kinds or path.stem not in ("smollm2", "tuned")
 
 
 def shortened() -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,7 +23,7 @@ from decode.engine.engine import decode
 from decode.model.loading import load_target
 from decode.serving import hf_engine
 from decode.serving.engine import ServedDraft
-from tests import curves, drafts, heads, hub, worlds
+from tests import drafts, heads, hub, worlds
 from tests.hub import Hub
 from tests.worlds import World
 from train import training
@@ -267,25 +266,6 @@ def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
     assert str(tmp_path) not in (out / "speculation_profile.json").read_text()
 
 
-def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
-    folder = drafts.draft(tmp_path / "d")
-    path = tmp_path / "curve.json"
-    path.write_text(json.dumps(curves.curve(lambda n: 1 + 0.2 * np.log(n / 300))))
-    out = tmp_path / "out"
-    words = ("--draft", folder, "--repo", "me/x", "--out", out)
-    worlds.call(COMMAND, *words, "--data_curve", path).ok()
-    assert {"data_curve.json", "images/data-curve.svg"} <= files_of(out)
-    card = (out / "README.md").read_text()
-    assert card.count("](images/data-curve.svg)") == 1
-    assert "on parts of outputs/samples and decoded prompts of code@1. T = 0: doubling" in card
-    assert ": go on (worth it from +2.0 %)." in card
-    assert "● temperature 0, ■ temperature 1, ▲ twice the data, predicted, dashed: fitted" in card
-    assert "`data_curve.json`" in card
-    assert "currentColor" not in (out / "images" / "data-curve.svg").read_text()
-    assert worlds.call(COMMAND, *words).code == 0  # without one: the folder is replaced
-    assert "data-curve" not in (out / "README.md").read_text()
-
-
 def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
     """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
     folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
@@ -299,27 +279,6 @@ def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
     assert "schedules" not in json.loads((out / "forecast.json").read_text())
     path.write_text(json.dumps(drafts.forecast("0" * 64)))
     assert "run eval/forecast.py on it" in worlds.call(COMMAND, *words).error()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "medusa"}, "is not of family eagle3 and tokenizer 33c2eb365440cc00"),
-        ({"target": {"name": "x", "tokenizer": "0" * 16}}, "is not of family eagle3 and tokenizer"),
-        ({"target": None}, "target is not a mapping"),
-        ({"points": None}, "is not data_curve.json of scripts/lab/data_curve.py"),
-        ({"points": []}, "has no points"),
-        ({"worth": "much"}, "worth is not a number"),
-    ],
-)
-def test_data_curves_of_other_drafts_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    folder, path = drafts.draft(tmp_path / "d"), tmp_path / "curve.json"
-    path.write_text(json.dumps(curves.curve(lambda n: 2.4 - 8 * n**-0.4) | changes))
-    words = ("--draft", folder, "--repo", "me/x", "--out", tmp_path / "out")
-    assert message in worlds.call(COMMAND, *words, "--data_curve", path).error()
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from decode.common.ranges import OneOf
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import arms_of, fields_of
 from eval.results.speculation_profile import SpeculationProfile
-from tests import curves, drafts
+from tests import drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
 from train.data import sample_store
@@ -189,12 +189,6 @@ def test_real_reports_are_published_whole(file: str, kind: Any, missing: set[str
     assert set(lost(report, published(report, kind, file))) == missing
 
 
-def test_data_curves_are_published_whole() -> None:
-    """Catches a field that the command writes and publishing forgets."""
-    curve = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
-    assert set(lost(curve, published(curve, PUBLISHED["data_curve.json"], "x"))) == {"argv"}
-
-
 def lost(before: Any, after: Any) -> Iterator[str]:
     """Names of the fields that are in `before` alone."""
     if isinstance(before, dict):
@@ -240,7 +234,6 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
             report=report,
             referee=drafts.referee(sha) | extra,
             tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
-            data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
             forecast=drafts.forecast(sha) | extra | {"costs": extra, "engines": rules},
         ),
         "me/x",
