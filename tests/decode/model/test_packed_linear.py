@@ -65,7 +65,7 @@ def test_few_rows_are_the_same_by_every_product(
 
 @pytest.mark.parametrize("fast", ["parts", "weight", "packed"])
 def test_the_fastest_product_is_taken(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches plain decoding that takes twice as long as it must: by parts on one CPU, by the packed weight on another."""
+    """Catches plain decoding that takes twice as long as it must, by parts on one CPU, by packed weights on another."""
 
     def late(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: Any) -> Tensor:
