@@ -22,7 +22,7 @@ from decode.common.errors import UserError, first_line
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from decode.devices.choice import pick_device
-from decode.drafts.base import Draft
+from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine, pick_mode
 from decode.engine.records import collect_outputs
@@ -31,6 +31,7 @@ from decode.model.gpu import kernel_choice
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target, load_model, load_target, usual_dtype
 from decode.serving.running import vllm_client
+from decode.verification.sampling import SamplingParams
 from eval.benchmark.timing import synchronize
 from eval.checks.greedy_equivalence import find_mismatches, measure_pair
 from eval.settings.evaluation import Task
@@ -220,9 +221,14 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
 
 
 def run_plain(s: GpuSmokeConfig) -> dict[str, Any]:
-    """Plain decoding, eager and captured. Before it a planted wait must be seen."""
+    """Plain decoding, eager and captured. Before it a planted wait must be seen.
+
+    UserError for a target or a draft that is refused: the first stage reads both.
+    """
     work = Work.load(s)
     device = work.device
+    if s.draft:
+        check_request(work.draft, s.k, SamplingParams())
     found = work.compare(*(("plain", m, None) for m in dict.fromkeys(["eager", work.mode("captured")])))  # fmt: skip
     if device.type == "cuda" and not find_waits(device, torch.zeros(1, device=device).item):
         found["problems"].append("a planted wait was not seen, so no wait would be")
@@ -338,7 +344,7 @@ def run_stage(s: GpuSmokeConfig) -> dict[str, Any]:
 def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
     """`run_stage` in a process of its own, which ends with all that it started after `limit` seconds: neither code that
     is compiled for ever nor a GPU in an error takes the later stages along. That is a problem where it is the stage's
-    own limit, and not where the time of all was up ("cut")."""
+    own limit, and not where the time of all was up ("cut"). UserError for settings that the first stage refuses."""
     own = {name: x for name, x in vars(s).items() if x != getattr(GpuSmokeConfig(), name)}
     own |= {"out": ""}
     texts = {name: x if isinstance(x, str) else json.dumps(x) for name, x in own.items()}
@@ -358,7 +364,10 @@ def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
         process.wait()
     if process.returncode != 0:
         said = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        return {"rows": [], "problems": [said.removeprefix("error: ")]}
+        why = said.removeprefix("error: ")
+        if process.returncode == 2 and s.stage == next(iter(STAGES)):
+            raise UserError(why)
+        return {"rows": [], "problems": [why]}
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
