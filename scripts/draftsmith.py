@@ -30,7 +30,6 @@ COMMANDS = {
     "train": ("train/distill.py", "train a draft on the answers"),
     "eval": ("eval/run.py", "measure acceptance, speed-up, losslessness"),
     "tune": ("eval/tune.py", "which K, tree and batch size?"),
-    "forecast": ("eval/forecast.py", "what would another engine accept?"),
     "advise": ("eval/advise.py", "is it worth serving, by the report?"),
     "load": ("eval/load.py", "a server with the draft and without, under load"),
     "rescore": ("eval/rescore.py", "an engine's log by the same definitions"),

@@ -49,8 +49,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "reporting": {"metrics", "results"},
         "tuning": {"settings", "metrics", "results", "tasks", "benchmark", "reporting"},
         "scaling": {"settings", "metrics", "results", "tasks", "reporting"},
-        "forecasting": {"settings", "metrics", "tasks", "benchmark", "results", "reporting"},
-        "served": {"settings", "metrics", "tasks", "reporting", "forecasting"},
+        "served": {"settings", "metrics", "tasks", "reporting"},
     },
     "train": {
         "settings": set(),

@@ -165,7 +165,7 @@ def texts_below(folder: Path) -> str:
     return "".join(f"==== {path.relative_to(folder)}\n{path.read_text()}" for path in files)
 
 
-# ---- measuring: reports, tuning, forecasts, pages ----
+# ---- measuring: reports, tuning, pages ----
 
 
 def measure(lab: Lab, out: str, methods: Sequence[dict[str, Any]], *more: object) -> Path:
@@ -231,15 +231,6 @@ def test_a_tuning_is_the_same(lab: Lab, tuned: Path) -> None:
     check("tuned/tuned.yaml", (tuned / "tuned.yaml").read_text(), lab.folder)
 
 
-@pytest.fixture(scope="module")
-def forecast(lab: Lab) -> Path:
-    lab.call(
-        "eval/forecast.py", "--target", "target", "--draft", "eagle3", "--k", "[1, 3]", "--tasks", TASKS,
-        "--max_new_tokens", 8, "--batches", "[1]", "--cost_tokens", 8, "--device", "cpu", "--out", "forecast",
-    )  # fmt: skip
-    return lab.folder / "forecast"
-
-
 @pytest.mark.slow
 def test_a_report_is_rendered_again(lab: Lab, report: Path) -> None:
     """eval/report.py writes what eval/run.py wrote."""
@@ -251,26 +242,18 @@ def test_a_report_is_rendered_again(lab: Lab, report: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forecast_is_the_same(lab: Lab, forecast: Path) -> None:
-    check("forecast/forecast.json", lab.read("forecast/forecast.json"), lab.folder)
-    check("forecast/forecast.md", (forecast / "forecast.md").read_text(), lab.folder)
-
-
-@pytest.mark.slow
-def test_a_measured_draft_is_published_the_same(
-    lab: Lab, report: Path, tuned: Path, forecast: Path
-) -> None:
+def test_a_measured_draft_is_published_the_same(lab: Lab, report: Path, tuned: Path) -> None:
     """The card with all evidence, and what of the evidence is public."""
     sha = lab.read("eagle3/draftsmith.json")["draft_sha256"]
     (lab.folder / "referee.json").write_text(json.dumps(referee(sha)))
     out = publish(
         lab, "eagle3", "--report", "report/report.json", "--tuned", "tuned/tuned.json",
-        "--forecast", "forecast/forecast.json", "--referee", "referee.json",
+        "--referee", "referee.json",
     )  # fmt: skip
     check("published/card.md", (out / "README.md").read_text(), lab.folder)
     check("published/serving.txt", texts_below(out / "serving"), lab.folder)
     for file in sorted(out.glob("*.json")):
-        # of the report, the tuning and the forecast every field's value is in their own golden files
+        # of the report and the tuning every field's value is in their own golden files
         content = json.loads(file.read_text())
         check(f"published/{file.stem}.fields.txt", "\n".join(fields_of(content)) + "\n")
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())

@@ -60,10 +60,6 @@ def shell_script(words: Sequence[str], trained_for: str | None = None) -> str:
     return f"{note}{body}\n"
 
 
-KRange = tuple[int, int, int]
-"""(first batch size, last batch size, tokens to draft), in an engine's schedule of draft lengths."""
-
-
 @dataclass(frozen=True)
 class LogReader:
     """How to read what an engine says of its drafts (logs.py)."""
@@ -96,8 +92,6 @@ class ServingEngine:
     no_method: str = "{name} has no method for drafts of family {family}"
     captures_embedding: bool = True
     """False: it names layers by their output, so it cannot hand out the target's embedding."""
-    accepts: Mapping[str, str] = field(default_factory=dict)
-    """{rule of eval/forecasting/rounds.py: what chooses it} for chains at a temperature above 0."""
     log: LogReader | None = None
 
     def method(self, family: str) -> str:

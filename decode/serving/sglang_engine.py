@@ -5,13 +5,11 @@ It drops unknown tensors and reports no missing one, so that nearly every mistak
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from decode.common.errors import UserError
 from decode.serving import checks, prometheus
 from decode.serving import log_counts as log
 from decode.serving.engine import (
-    KRange,
     LogReader,
     Served,
     ServedDraft,
@@ -116,12 +114,6 @@ def serving_files(d: ServedDraft) -> dict[str, str]:
     words += ["--speculative-draft-model-path", d.repo]
     words += [str(word) for flag in speculative_flags(d.k) for word in flag]
     return {"sglang.sh": shell_script(words, d.revision)}
-
-
-def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
-    """K is the same for every batch size: that of one request; no flags where none pays there."""
-    k = ranges[0][2]
-    return {"flags": [f"{flag} {value}" for flag, value in speculative_flags(k)] if k else []}
 
 
 # ---- its logs ----
@@ -281,7 +273,5 @@ SGLANG = ServingEngine(
     files=serving_files,
     note="{versions}; its number of draft tokens counts the root: one more than vLLM's",
     captures_embedding=False,
-    # Read in copies of its kernel tree_speculative_sampling_target_only, which accepts with p.
-    accepts={"greedy": "default, with --speculative-eagle-topk 1 and thresholds of 1"},
     log=LOG,
 )

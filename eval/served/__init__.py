@@ -7,5 +7,5 @@
 - audit: which way of reading a draft's files gives what an engine serves; auditing: what scripts/audit.py does.
   reading: one way, and edits of files; suspects: those of each family.
 
-May import eval.settings, eval.metrics, eval.tasks, eval.reporting, eval.forecasting and decode.
+May import eval.settings, eval.metrics, eval.tasks, eval.reporting and decode.
 """

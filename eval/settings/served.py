@@ -35,8 +35,6 @@ class RefereeConfig:
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
     repair: bool = True
     """At a temperature: repair the broken sampling of vLLM's CPU build first."""
-    forecast: bool = False
-    """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
 

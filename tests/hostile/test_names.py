@@ -36,8 +36,6 @@ NAMES = [
     ("eval/run.py", "--compare exllama", "exllama"),
     ("eval/run.py", "--compare vllm --vllm_python $tmp/none", "none"),
     ("eval/tune.py", "--mode turbo", "mode"),
-    ("eval/forecast.py", "--engines '[telepathy]'", "telepathy"),
-    ("eval/forecast.py", "--draft suffix", "suffix"),
     ("eval/tune.py", "--mode graph", "graph"),
     ("eval/tune.py", "--methods '[{name: telepathy}]'", "telepathy"),
     ("eval/tune.py", "--tasks '[{name: nonsense}]'", ("nonsense", "path")),

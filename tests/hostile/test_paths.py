@@ -53,7 +53,6 @@ MISSING = (
     ("eval/advise.py", "--report ./gone.json"),
     ("eval/advise.py", "--tuned ./gone.json"),
     ("eval/rescore.py", "--log ./gone.jsonl"),
-    ("eval/forecast.py", "--costs ./gone.json"),
     ("eval/rescore.py", "--other ./gone.jsonl"),
     ("eval/rescore.py", "--log $root/tests/golden/engine_logs/vllm_after.txt --before ./gone.txt"),
     ("decode/generate.py", "--prompt '' --prompt_file gone.txt"),

@@ -286,21 +286,6 @@ def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
     assert "data-curve" not in (out / "README.md").read_text()
 
 
-def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
-    """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
-    folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
-    words = ("--draft", folder, "--repo", "me/x", "--out", out, "--forecast", path)
-    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": []}))
-    worlds.call(COMMAND, *words).ok()
-    card = (out / "README.md").read_text()
-    assert card.count("| all | 1.60 [1.25, 1.75] | 1.70 [1.25, 1.75] |") == 2
-    assert "7.1" not in card
-    assert "`forecast.json`" in card
-    assert "schedules" not in json.loads((out / "forecast.json").read_text())
-    path.write_text(json.dumps(drafts.forecast("0" * 64)))
-    assert "run eval/forecast.py on it" in worlds.call(COMMAND, *words).error()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -333,7 +318,7 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
 
 
 CITED = (
-    "report.json", "tuned.json", "referee.json", "forecast.json", "images/speedup-t0-b1.svg",
+    "report.json", "tuned.json", "referee.json", "images/speedup-t0-b1.svg",
     "serving/vllm.sh", "serving/trtllm.yml", "serving/triton/draftsmith_eagle3/1/model.json",
 )  # fmt: skip
 
@@ -355,7 +340,7 @@ def test_every_file_that_the_card_cites_is_there(
 
     found = {
         "report": drafts.report(sha), "referee": drafts.referee(sha),
-        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}), "forecast": drafts.forecast(sha),
+        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}),
     }  # fmt: skip
     if lost is None:
         assert set(CITED) <= files_of(made(tmp_path, folder, **found))

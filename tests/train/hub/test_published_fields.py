@@ -230,7 +230,6 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
     (folder / f"{MARKED['GitHub']}.txt").write_text("x")
     save_file({"a": torch.ones(1)}, folder / f"model-{MARKED['GitHub']}.safetensors")
     sha = facts["draft_sha256"]
-    rules = [{"engine": x, "rule": x, "setting": x} for x in extra.values()]
     report = drafts.report(sha) | extra | {"settings": "\n".join(SECRETS.values())}
     for entry in report["methods"]:
         entry |= extra
@@ -241,7 +240,6 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
             referee=drafts.referee(sha) | extra,
             tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
             data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
-            forecast=drafts.forecast(sha) | extra | {"costs": extra, "engines": rules},
         ),
         "me/x",
         HubLabels(),

@@ -20,7 +20,11 @@ TOKENS, BASE = torch.tensor([[3, 5, 7], [2, 4, 6]]), torch.tensor([0, 0])
 
 def compiled_step(arch: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Logits and captured states of a step, eager and compiled, and how many results each call of a region has."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if arch == "gemma3_text" else {}
+    kinds = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        if arch == "gemma3_text"
+        else {}
+    )
     runner = ModelRunner(tiny_model(arch, num_hidden_layers=LAYERS, **kinds))
     runner.capture_hidden_states(HiddenStateSpec((0, 1, 2)))
     results: list[int] = []
