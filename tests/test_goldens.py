@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -29,7 +28,7 @@ from decode.drafts.mirror import MirrorConfig
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target, load_target
 from eval.benchmark import config
-from eval.benchmark.methods import build_methods, fit_simulated_drafts
+from eval.benchmark.methods import build_methods
 from eval.reporting import render
 from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 from tests import worlds
@@ -193,8 +192,6 @@ def report(lab: Lab) -> Path:
 
 def test_a_report_is_the_same(lab: Lab, report: Path) -> None:
     check("report/report.json", lab.read("report/report.json"), lab.folder)
-    profile = lab.read("report/speculation_profile.json")
-    check("report/speculation_profile.json", profile, lab.folder)
 
 
 def test_the_pages_of_a_report_are_the_same(lab: Lab, report: Path) -> None:
@@ -301,8 +298,8 @@ def test_the_doctor_finds_the_same(lab: Lab) -> None:
 def test_advice_and_rescoring_are_the_same(lab: Lab, report: Path) -> None:
     lab.call("eval/advise.py", "report/report.json", "--out", "advice.md")
     check("report/advice.md", (lab.folder / "advice.md").read_text(), lab.folder)
-    for engine in ("vllm", "sglang", "llamacpp"):
-        log = worlds.ROOT / f"tests/golden/engine_logs/{engine}.jsonl"
+    for engine, dump in (("vllm", "after"), ("sglang", "metrics"), ("llamacpp", "metrics")):
+        log = worlds.ROOT / f"tests/golden/engine_logs/{engine}_{dump}.txt"
         lab.call("eval/rescore.py", log, "--json", f"{engine}.json")
         check(f"rescored/{engine}.json", lab.read(f"{engine}.json"), lab.folder)
 
@@ -395,7 +392,6 @@ def test_other_streams_are_the_same(lab: Lab, no_pages: None) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     **{m["name"]: m for m in METHODS if "-" not in m["name"] or m["name"] == "early-exit"},
     "grammar": {"name": "grammar"},
-    "simulated": {"name": "simulated", "alpha": [0.7]},
 }
 ADDED: dict[str, dict[str, Any]] = {
     "tree": {"tree": TreeConfig(**TREE)}, "lookup": {"lookup": "ngram"},
@@ -437,8 +433,6 @@ def refusal(lab: Lab, target: Target, s: EvalConfig) -> str:
         if s.mode == "eager":
             matcher = build_matcher(s.constraint, target)
             matchers = None if matcher is None else [matcher]
-            items: Any = [SimpleNamespace(prompt_ids=prompt)]
-            fit_simulated_drafts([method], target, items, 4)
             for _ in engine.speculate([prompt], max_new_tokens=4, matchers=matchers):
                 pass
     except UserError as error:

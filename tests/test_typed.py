@@ -100,7 +100,7 @@ def test_a_file_of_specforge_is_known(tmp_path: Path) -> None:
 
 
 HELP = ["train/distill.py", "train/sample.py", "eval/run.py", "eval/tune.py"]
-HELP += ["eval/load.py", "decode/generate.py", "train/write_prompts.py", "scripts/publish.py"]
+HELP += ["decode/generate.py", "train/write_prompts.py", "scripts/publish.py"]
 
 
 @pytest.mark.parametrize("command", HELP)

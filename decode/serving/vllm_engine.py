@@ -13,7 +13,6 @@ from typing import Any
 
 from decode.serving import checks
 from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.engine_logs import VLLM_LOG
 from decode.serving.rules import ALL_FAMILIES, IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
@@ -320,7 +319,6 @@ VLLM = ServingEngine(
     },
     rules=RULES,
     files=serving_files,
-    log=VLLM_LOG,
 )
 TRITON = replace(
     VLLM,

@@ -104,9 +104,6 @@ class MethodConfig:
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
     """Verification rule: exact and block are lossless, typical (Medusa's) is lossy and marked so in the report."""
-    alpha: list[Share] = field(default_factory=list)
-    """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
-    draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
 
 
 @dataclass

@@ -60,7 +60,7 @@ BASE = {
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
     "eval/fidelity.py": "$lab/target --max_new_tokens 4 --tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' "
     "--device cpu --out $tmp/out.json",
-    "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
+    "eval/rescore.py": "$root/tests/golden/engine_logs/vllm_after.txt --json $tmp/out.json",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",

@@ -22,7 +22,6 @@ NAMES = [
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, device: \"cuda:9\"}]'", "device"),
     ("eval/run.py", "--methods '[{name: causal}]'", "draft"),
     ("eval/run.py", "--methods '[{name: telepathy}]'", "telepathy"),
-    ("eval/run.py", "--methods '[{name: simulated}]'", "alpha"),
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, rule: magic}]'", "magic"),
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, rule: \"\"}]'", "rule"),
     ("eval/run.py", "--methods '[{name: ngram, tree: {nodes: 4}}]'", "tree"),

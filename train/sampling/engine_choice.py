@@ -34,7 +34,9 @@ def settle_engine(s: SampleConfig) -> SampleConfig:
         return s
     uses_gpu = s.device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
     if not uses_gpu or s.origin == "text" or parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return replace(s, engine="local")  # `check_engine` refuses settings of vLLM that nothing would read
+        return replace(
+            s, engine="local"
+        )  # `check_engine` refuses settings of vLLM that nothing would read
     python = find_vllm(s.vllm_python)
     why = why_ours(s) or ("" if python else "no vLLM is installed (VLLM_PYTHON, .venv-vllm)")
     if os.environ.get("RANK", "0") == "0":

@@ -244,29 +244,6 @@ def test_settings_of_another_draft_are_refused(
     assert message in done.error()
 
 
-def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
-    """Catches the profile of a faster method in the report, a local path, and a folder's name for the repository's."""
-    folder = drafts.draft(tmp_path / "d")
-    sha = drafts.sha_of(folder)
-    measured = {
-        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position": [0.5] * 4,
-        "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
-        "mean_accept_length": {"pooled": 2.1, "ci": [1.2, 2.9], "per_request": 2.2, "per_request_ci": None},
-        "draft": f"{tmp_path}/d", "k": 4,
-    }  # fmt: skip
-    report = drafts.report(sha, drafts.entry("c" * 64, "faster", speedup=9.0))
-    report["methods"] = [{**m, **measured} for m in report["methods"]]
-    out = made(tmp_path, folder, report=report)
-    profile = json.loads((out / "speculation_profile.json").read_text())
-    assert profile["draft_checkpoint"] == {"name": "me/x", "sha256": sha}
-    assert (profile["name"], profile["method"]) == ("eagle3", "eagle3")
-    assert profile["marginal_accept_rates"] == [0.6, 0.3, 0.1, 0.1]
-    assert profile["mean_accept_length"] == 2.1
-    assert profile["per_category"].keys() == {"code", "prose"}
-    assert profile["other_profiles"] == []
-    assert str(tmp_path) not in (out / "speculation_profile.json").read_text()
-
-
 def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
     folder = drafts.draft(tmp_path / "d")
     path = tmp_path / "curve.json"

@@ -19,7 +19,6 @@ from decode.common.published import PRIVATE, Name, Private, Word, published
 from decode.common.ranges import OneOf
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import arms_of, fields_of
-from eval.results.speculation_profile import SpeculationProfile
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
@@ -38,7 +37,6 @@ PUBLISHED: dict[str, Any] = {
     **{
         f"{field.name}.json": arms_of(field.keys[field.name])[0][0] for field in fields_of(Evidence)
     },
-    "speculation_profile.json": SpeculationProfile,
     "manifest.json": Manifest,
 }
 LEFT_OUT = (
