@@ -27,11 +27,8 @@ from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
     describe_method,
-    fit_simulated_drafts,
-    simulated_alpha,
     verification_name,
 )
-from eval.benchmark.simulated_draft import simulated_names
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
@@ -111,13 +108,11 @@ def evaluate(
         first_bad = undecodable[0]
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
     methods = [PLAIN_DECODING, *drafted]
-    fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
     grammar = build_matcher(s.constraint, target)
     drafts = [method.draft for method in methods]
-    on_host = "grammars" if grammar else simulated_names(drafts)
-    picked: Any = pick_mode(s.mode, target, drafts, on_host)
+    picked: Any = pick_mode(s.mode, target, drafts, "grammars" if grammar else "")
     s = replace(s, mode=picked)
     context = TimingContext(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
@@ -234,8 +229,7 @@ def _method_results(
         path = own_settings.draft if own_settings else ""
         sha256 = draft_sha256(path) if path else None
         mismatches = leaves = None
-        # Of a simulated draft, right output proves nothing about a method.
-        if temperature == 0 and simulated_alpha(method) is None:
+        if temperature == 0:
             own_texts = result.records[method]
             mismatches = _greedy_mismatches(work, method, own_texts, work.references)
             if s.dtype in QUANTIZED_DTYPES:
@@ -408,9 +402,7 @@ def _decode_for_acceptance(
 
 
 def draft_family_name(method: Method, path: str) -> str | None:
-    """The family of a method's draft; None for plain decoding, and for a simulated draft."""
-    if simulated_alpha(method) is not None:
-        return None
+    """The family of a method's draft; None for plain decoding."""
     if path:
         return find_family(path).name
     return method.name if method.name in DRAFT_FAMILIES else None

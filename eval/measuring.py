@@ -17,7 +17,7 @@ from decode.model.loading import adopt_tokenizer
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.journal import open_journal
-from eval.benchmark.methods import Method, build_methods, draft_checksums, simulated_alpha
+from eval.benchmark.methods import Method, build_methods, draft_checksums
 from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
 from eval.reporting.render import terminal_table, write_report
@@ -30,7 +30,7 @@ COMMAND = "eval/run.py"
 OWNED_FILES = (
     "journal.jsonl", "outputs.jsonl", "report.json", "report.md", "report.html", "speculation_profile.json",
 )  # fmt: skip
-"""Patterns of the files that this command writes into its output folder."""
+"""Patterns of the files that this command writes into its output folder; the last one earlier versions wrote."""
 
 
 def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
@@ -53,7 +53,7 @@ def format_summary_line(report: EvalReport, out: Path) -> str:
             "speedup": m.valid_speedup.value,
             "speedup_ci": m.valid_speedup.ci,
         }
-    exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy and not m.simulated]
+    exact = [m for m in report.pooled if m.temperature == 0 and not m.lossy]
     verdicts = [m.lossless.greedy_identical for m in exact]
     return json.dumps(
         {
@@ -70,7 +70,7 @@ def format_summary_line(report: EvalReport, out: Path) -> str:
 def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
     """UserError for a draft that cannot draft what its method asks for, such as more tokens than Medusa has heads."""
     for method in methods:
-        if method.draft is not None and simulated_alpha(method) is None:
+        if method.draft is not None:
             for temperature in s.temperatures:
                 check_request(method.draft, method.k, SamplingParams(temperature, s.top_k, s.top_p))
 

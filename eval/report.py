@@ -1,5 +1,4 @@
-"""Renders a report.json (schema 1) again: report.md, report.html (one page that needs no other file) and, if a draft
-was measured, speculation_profile.json.
+"""Renders a report.json (schema 1) again: report.md and report.html (one page that needs no other file).
 
     python eval/report.py outputs/quickstart/report
     python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run

@@ -1,13 +1,11 @@
-"""Scores the logs of serving engines by one definition: τ, α and acceptance rate, and whether two logs are apart.
+"""Scores what was served by the definitions of the reports: τ, α and acceptance rate, and whether two runs are apart.
 
-    python eval/rescore.py responses.jsonl                    # of any engine, found out by content
-    python eval/rescore.py a.jsonl outputs.jsonl --json both.json   # the same prompts: difference, p-value and power
-    python eval/rescore.py after.txt --before before.txt      # /metrics dumps
-    python eval/rescore.py server.log                         # what the server printed
+    python eval/rescore.py after.txt --before before.txt      # /metrics dumps of vLLM, SGLang or llama.cpp
+    python eval/rescore.py a.jsonl b.jsonl --json both.json   # outputs.jsonl of two runs on the same prompts
 
-Pooled figures stand beside the means over requests, which weigh a short answer like a long one; both are printed by
-some engine under the same name. outputs.jsonl of eval/run.py is read as well. docs/engine_logs.md lists the formats and
-how to have engines write them.
+Of outputs.jsonl of eval/run.py the lines of one method and temperature are scored: pooled figures stand beside the
+means over requests, which weigh a short answer like a long one. Of two runs come the difference of τ, its p-value and
+what these prompts would have shown. docs/engine_logs.md lists what is read of a dump.
 """
 
 import sys
@@ -18,20 +16,16 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common.command import run_command
-from decode.serving.log_counts import Format
 
 
 @dataclass
 class RescoreConfig:
     log: str
-    """JSON lines of responses, saved streams of them, a /metrics dump, or the server's own log; may be given first,
-    without --log."""
+    """A /metrics dump or outputs.jsonl; may be given first, without --log."""
     other: str = ""
-    """A log of the same prompts, to compare with; may be given second, without --other."""
+    """Another outputs.jsonl of the same prompts, to compare with; may be given second, without --other."""
     before: str = ""
     """An earlier /metrics dump of the same server, which is subtracted."""
-    format: Format = "auto"
-    """The engine that wrote the logs; auto: found out by their content."""
     json: str = ""
     """File for the result; empty: none."""
 
@@ -39,7 +33,7 @@ class RescoreConfig:
 def main(s: RescoreConfig) -> None:
     from eval.served.rescoring import rescore  # loads torch: --help does without
 
-    rescore(s.log, s.other, s.before, s.format, s.json)
+    rescore(s.log, s.other, s.before, s.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Audits a draft: does an engine accept what our decoder accepts, and if not, which way of reading its files does it?
 
     python scripts/audit.py outputs/bundled/drafts/eagle3 --target assets/target --python ~/vllm/bin/python
-    python scripts/audit.py org/eagle3 --target org/model --served log.jsonl --tasks '[{name: a, path: prompts.jsonl}]'
+    python scripts/audit.py org/eagle3 --target org/model --served kept.jsonl --tasks '[{name: a, path: prompts.jsonl}]'
     python scripts/audit.py org/eagle3 --target org/model --served none
 
 The draft is any that decode/checkpoints/importers.py reads, from a folder or the Hub. First its files are checked
@@ -12,8 +12,8 @@ reading that accepts, prompt by prompt, what the engine accepted is how the engi
 significantly more is how they are meant.
 
 --served is vllm (--python is an interpreter with it, by default that of VLLM_PYTHON, else of .venv-vllm), none, or a
-log of responses by vLLM, SGLang or llama.cpp to the prompts of --tasks, in their order, decoded greedily
-(docs/engine_logs.md says how to have it written). Logs of other dtypes are compared by a permutation test, and several
+file of what any engine accepted, decoded greedily: a line for each prompt of --tasks, in their order, such as
+{"rounds": [[drafted, accepted], ...]} (docs/engine_logs.md). Files are compared by a permutation test, and several
 readings may fit them. Suspects are known for EAGLE-1, EAGLE-3, P-EAGLE, Medusa and causal drafts; of the other families
 only RoPE is switched.
 

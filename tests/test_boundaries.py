@@ -48,8 +48,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "checks": {"settings", "metrics", "results", "tasks", "benchmark"},
         "reporting": {"metrics", "results"},
         "tuning": {"settings", "metrics", "results", "tasks", "benchmark", "reporting"},
-        "forecasting": {"settings", "metrics", "tasks", "benchmark", "results", "reporting"},
-        "served": {"settings", "metrics", "tasks", "reporting", "forecasting"},
+        "served": {"settings", "metrics", "tasks", "reporting"},
     },
     "train": {
         "settings": set(),

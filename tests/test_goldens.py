@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -29,7 +28,7 @@ from decode.drafts.mirror import MirrorConfig
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target, load_target
 from eval.benchmark import config
-from eval.benchmark.methods import build_methods, fit_simulated_drafts
+from eval.benchmark.methods import build_methods
 from eval.reporting import render
 from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 from tests import worlds
@@ -165,7 +164,7 @@ def texts_below(folder: Path) -> str:
     return "".join(f"==== {path.relative_to(folder)}\n{path.read_text()}" for path in files)
 
 
-# ---- measuring: reports, tuning, forecasts, pages ----
+# ---- measuring: reports, tuning, pages ----
 
 
 def measure(lab: Lab, out: str, methods: Sequence[dict[str, Any]], *more: object) -> Path:
@@ -193,8 +192,6 @@ def report(lab: Lab) -> Path:
 
 def test_a_report_is_the_same(lab: Lab, report: Path) -> None:
     check("report/report.json", lab.read("report/report.json"), lab.folder)
-    profile = lab.read("report/speculation_profile.json")
-    check("report/speculation_profile.json", profile, lab.folder)
 
 
 def test_the_pages_of_a_report_are_the_same(lab: Lab, report: Path) -> None:
@@ -231,15 +228,6 @@ def test_a_tuning_is_the_same(lab: Lab, tuned: Path) -> None:
     check("tuned/tuned.yaml", (tuned / "tuned.yaml").read_text(), lab.folder)
 
 
-@pytest.fixture(scope="module")
-def forecast(lab: Lab) -> Path:
-    lab.call(
-        "eval/forecast.py", "--target", "target", "--draft", "eagle3", "--k", "[1, 3]", "--tasks", TASKS,
-        "--max_new_tokens", 8, "--batches", "[1]", "--cost_tokens", 8, "--device", "cpu", "--out", "forecast",
-    )  # fmt: skip
-    return lab.folder / "forecast"
-
-
 @pytest.mark.slow
 def test_a_report_is_rendered_again(lab: Lab, report: Path) -> None:
     """eval/report.py writes what eval/run.py wrote."""
@@ -251,26 +239,18 @@ def test_a_report_is_rendered_again(lab: Lab, report: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forecast_is_the_same(lab: Lab, forecast: Path) -> None:
-    check("forecast/forecast.json", lab.read("forecast/forecast.json"), lab.folder)
-    check("forecast/forecast.md", (forecast / "forecast.md").read_text(), lab.folder)
-
-
-@pytest.mark.slow
-def test_a_measured_draft_is_published_the_same(
-    lab: Lab, report: Path, tuned: Path, forecast: Path
-) -> None:
+def test_a_measured_draft_is_published_the_same(lab: Lab, report: Path, tuned: Path) -> None:
     """The card with all evidence, and what of the evidence is public."""
     sha = lab.read("eagle3/draftsmith.json")["draft_sha256"]
     (lab.folder / "referee.json").write_text(json.dumps(referee(sha)))
     out = publish(
         lab, "eagle3", "--report", "report/report.json", "--tuned", "tuned/tuned.json",
-        "--forecast", "forecast/forecast.json", "--referee", "referee.json",
+        "--referee", "referee.json",
     )  # fmt: skip
     check("published/card.md", (out / "README.md").read_text(), lab.folder)
     check("published/serving.txt", texts_below(out / "serving"), lab.folder)
     for file in sorted(out.glob("*.json")):
-        # of the report, the tuning and the forecast every field's value is in their own golden files
+        # of the report and the tuning every field's value is in their own golden files
         content = json.loads(file.read_text())
         check(f"published/{file.stem}.fields.txt", "\n".join(fields_of(content)) + "\n")
     names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
@@ -318,8 +298,8 @@ def test_the_doctor_finds_the_same(lab: Lab) -> None:
 def test_advice_and_rescoring_are_the_same(lab: Lab, report: Path) -> None:
     lab.call("eval/advise.py", "report/report.json", "--out", "advice.md")
     check("report/advice.md", (lab.folder / "advice.md").read_text(), lab.folder)
-    for engine in ("vllm", "sglang", "llamacpp"):
-        log = worlds.ROOT / f"tests/golden/engine_logs/{engine}.jsonl"
+    for engine, dump in (("vllm", "after"), ("sglang", "metrics"), ("llamacpp", "metrics")):
+        log = worlds.ROOT / f"tests/golden/engine_logs/{engine}_{dump}.txt"
         lab.call("eval/rescore.py", log, "--json", f"{engine}.json")
         check(f"rescored/{engine}.json", lab.read(f"{engine}.json"), lab.folder)
 
@@ -412,7 +392,6 @@ def test_other_streams_are_the_same(lab: Lab, no_pages: None) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     **{m["name"]: m for m in METHODS if "-" not in m["name"] or m["name"] == "early-exit"},
     "grammar": {"name": "grammar"},
-    "simulated": {"name": "simulated", "alpha": [0.7]},
 }
 ADDED: dict[str, dict[str, Any]] = {
     "tree": {"tree": TreeConfig(**TREE)}, "lookup": {"lookup": "ngram"},
@@ -454,8 +433,6 @@ def refusal(lab: Lab, target: Target, s: EvalConfig) -> str:
         if s.mode == "eager":
             matcher = build_matcher(s.constraint, target)
             matchers = None if matcher is None else [matcher]
-            items: Any = [SimpleNamespace(prompt_ids=prompt)]
-            fit_simulated_drafts([method], target, items, 4)
             for _ in engine.speculate([prompt], max_new_tokens=4, matchers=matchers):
                 pass
     except UserError as error:

@@ -251,7 +251,7 @@ def test_numbers_out_of_range_are_refused(command: str) -> None:
         ("train/distill.py", "--check.k=1000000", "check.k is 1000000: it must be from 1 to 1,024"),
         ("train/distill.py", "--data=[{path: a, weight: .inf}]", "data[0].weight is inf"),
         ("eval/run.py", "--temperatures=[0, .nan]", "temperatures[1] is nan"),
-        ("eval/run.py", "--methods=[{name: a, alpha: [2]}]", "methods[0].alpha[0] is 2.0"),
+        ("eval/run.py", "--methods=[{name: a, confidence: 2}]", "methods[0].confidence is 2.0"),
         ("eval/run.py", "--methods=[{name: a, tree: {width: 0}}]", "methods[0].tree.width is 0"),
         ("eval/run.py", "--methods=[{name: a, tree: {paths: [[64]]}}]", "methods[0].tree.paths[0][0]"),
         ("decode/generate.py", "--sampling.temperature=1e-30", "sampling.temperature is 1e-30"),

@@ -182,9 +182,7 @@ def causal_draft(runner: ModelRunner) -> CausalDraft | RecurrentDraft:
     return RecurrentDraft(runner) if isinstance(runner, RecurrentRunner) else CausalDraft(runner)
 
 
-def load(
-    path: str, target: Target, device: str, dtype: str, full_head: bool = False
-) -> CausalDraft | RecurrentDraft:
+def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft | RecurrentDraft:
     """A Hugging Face causal LM from a folder or the Hub. UserError if its tokenizer and the target's give an id
     to different tokens.
 
@@ -192,13 +190,13 @@ def load(
     draft reads the row of its embedding with that id, or its last one.
     Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
     draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
-    computed, and all other tokens have probability 0. `full_head`: it drafts from all rows, as other engines do.
+    computed, and all other tokens have probability 0.
     """
     check_not_the_target(path, target)
     model = load_model(path, "draft", device, dtype)
     tokenizer = check_vocabulary(path, target)
     columns = min(target.runner.vocab_size, model.get_output_embeddings().out_features)
-    ids = None if full_head else load_ids(path, columns)
+    ids = load_ids(path, columns)
     runner = build_runner(model, target.runner.vocab_size, ids)
     if tokenizer_fingerprint(tokenizer) != target.fingerprint:
         runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.runner.vocab_size))

@@ -263,8 +263,8 @@ class PackedLinear(torch.nn.Linear):
         if self.few_rows != "packed" and x.numel() <= EAGER_ROWS * x.shape[-1]:
             if self.parts is None:
                 return super().forward(x)
-            out = multiply_parts(x, self.parts)
-            return out if self.bias is None else out + self.bias
+            few = multiply_parts(x, self.parts)
+            return few if self.bias is None else few + self.bias
         if self.packed is None:
             self.pack()
         if self.fused is not None and self.fused.is_shared:

@@ -1,12 +1,10 @@
 """What another engine reads of a draft, and how it is called: one value of ServingEngine for each engine."""
 
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.serving.log_counts import EngineLog, RequestCounts, Response
 from decode.serving.rules import Rule
 
 
@@ -60,25 +58,6 @@ def shell_script(words: Sequence[str], trained_for: str | None = None) -> str:
     return f"{note}{body}\n"
 
 
-KRange = tuple[int, int, int]
-"""(first batch size, last batch size, tokens to draft), in an engine's schedule of draft lengths."""
-
-
-@dataclass(frozen=True)
-class LogReader:
-    """How to read what an engine says of its drafts (logs.py)."""
-
-    wrote: Callable[[Response], bool]  # whether a response is of this engine
-    response: Callable[[Response, str], RequestCounts]
-    """(response, where it stands) -> its counts. UserError for one without counts, or whose counts contradict."""
-    note: str  # what to know of counts of responses
-    figures: str  # which figures the engine itself reports
-    mark: re.Pattern[str] | None = None  # what only the engine's own log has in a line
-    printed: Callable[[str, str], EngineLog] | None = None  # (text, path) of its own log
-    dump: Callable[[str, str], EngineLog] | None = None
-    """(path, path of an earlier one or empty) of /metrics dumps."""
-
-
 @dataclass(frozen=True)
 class ServingEngine:
     """A serving engine."""
@@ -96,9 +75,6 @@ class ServingEngine:
     no_method: str = "{name} has no method for drafts of family {family}"
     captures_embedding: bool = True
     """False: it names layers by their output, so it cannot hand out the target's embedding."""
-    accepts: Mapping[str, str] = field(default_factory=dict)
-    """{rule of eval/forecasting/rounds.py: what chooses it} for chains at a temperature above 0."""
-    log: LogReader | None = None
 
     def method(self, family: str) -> str:
         """The name of the method that decodes with drafts of this family; empty if there is none."""

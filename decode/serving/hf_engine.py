@@ -74,7 +74,6 @@ TRANSFORMERS = ServingEngine(
     rules=RULES,
     files=serving_files,
     no_method="assistant_model takes language models, not heads",
-    accepts={"probabilistic": "assistant_model, constant schedule, confidence threshold 0"},
 )
 TGI = ServingEngine(
     "TGI",

@@ -15,7 +15,6 @@ from decode.checkpoints.layouts import VOCAB_MAPS
 from decode.model.formats.gguf_architectures import HEAD_NORMS, LAYER
 from decode.serving import checks
 from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.engine_logs import LLAMACPP_LOG
 from decode.serving.rules import IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_CPP = "src/models/eagle3.cpp"
@@ -244,5 +243,4 @@ LLAMACPP = ServingEngine(
     files=serving_files,
     note="{versions}. scripts/export.py, from a checkout of draftsmith, writes GGUF files of drafts, and of Llama and "
     "Qwen 2 targets; a GGUF of the target from elsewhere will do if its tokenizer is the same",
-    log=LLAMACPP_LOG,
 )

@@ -1,9 +1,10 @@
-"""Lines of a Prometheus /metrics dump, name{labels} value, and the counters of speculative decoding in them."""
+"""/metrics dumps of servers: lines of Prometheus, name{labels} value, and counters of speculative decoding in them."""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 from decode.common.errors import UserError
 from decode.common.files import read_text
@@ -60,7 +61,8 @@ def total(samples: Samples, name: str, path: str) -> int:
 def read_totals(engine: str, path: str, before: str = "") -> EngineLog:
     """The totals of a dump of `engine`, less those of an earlier one."""
     counts = sum_samples(engine, read_dump(path, before), path)
-    return EngineLog(path, engine, [counts], per_request=False)
+    notes = ("rounds are those with a draft",)
+    return EngineLog(path, engine, [counts], per_request=False, notes=notes)
 
 
 def sum_samples(engine: str, samples: Samples, path: str) -> RequestCounts:
@@ -83,3 +85,41 @@ def sum_samples(engine: str, samples: Samples, path: str) -> RequestCounts:
     fixed = drafted == rounds * len(accepted_at)
     reached_at = (rounds, *accepted_at[:-1]) if fixed and accepted_at else ()
     return checked(RequestCounts(rounds, drafted, accepted, accepted_at, reached_at), path)
+
+
+# ---- SGLang ----
+
+GAUGES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
+"""Of the last interval, not of the whole run; everything else that is read of a dump is a counter."""
+
+
+def read_sglang(path: str, before: str = "") -> EngineLog:
+    """The totals of a /metrics dump, less those of an earlier one; with its gauges. SGLang counts neither drafted nor
+    accepted tokens there. Accepted ones follow from generated tokens: each request has one from prefill and each
+    verification step one that the target adds."""
+    samples = read_dump(path, before, GAUGES)
+    rounds, generated, requests = (
+        total(samples, f"sglang:{name}", path)
+        for name in ("spec_verify_calls", "generation_tokens", "num_requests")
+    )
+    accepted = generated - requests - rounds
+    if accepted < 0:
+        raise UserError(
+            f"{path}: {generated} tokens of {requests} requests in {rounds} steps: not all were speculated"
+        )
+    values = {name: [x for (own, _), x in samples.items() if own == name] for name in GAUGES}
+    gauges = {name: sum(own) / len(own) for name, own in values.items() if own}
+    notes = (
+        "accepted tokens derived: generated − requests − verification steps",
+        "SGLang's gauges are pooled over the last interval",
+    )
+    counts = [RequestCounts(rounds, 0, accepted)]
+    return EngineLog(path, "sglang", counts, per_request=False, gauges=gauges, notes=notes)
+
+
+DUMPS: dict[str, Callable[[str, str], EngineLog]] = {
+    "vllm": partial(read_totals, "vllm"),
+    "sglang": read_sglang,
+    "llamacpp": partial(read_totals, "llamacpp"),
+}
+"""{what an engine's metrics are called by: (path, path of an earlier dump or empty) -> its totals}."""

@@ -1,12 +1,11 @@
 """TensorRT-LLM. Its rules are from the source of its PyTorch backend; they were not run here."""
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from decode.checkpoints import layouts
 from decode.serving import checks
-from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
+from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.rules import COVERED_EVERYWHERE, REFUSED, SILENT, DraftFiles, Rule
 
 SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
@@ -80,17 +79,6 @@ def serving_files(d: ServedDraft) -> dict[str, str]:
     words = ["trtllm-serve", d.target, "--backend", "pytorch"]
     words += ["--extra_llm_api_options", "serving/trtllm.yml"]
     return {"trtllm.yml": "\n".join(lines) + "\n", "trtllm.sh": shell_script(words, d.revision)}
-
-
-def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
-    """Fields of speculative_config, {largest batch size: K}; larger batches do not speculate. {} where no K pays."""
-    most = max(k for _, _, k in ranges)
-    drafting = max((last for _, last, k in ranges if k > 0), default=0)
-    lengths = {last: k for _, last, k in ranges if last <= drafting}
-    keys = {"max_draft_len": most, "draft_len_schedule": lengths}
-    # Where the meaning of its key was read; earlier code took the batch sizes for lower bounds.
-    version = "1.3, as of NVIDIA/TensorRT-LLM pull request 10860"
-    return {"version": version, "speculative_config": keys if most else {}}
 
 
 TRTLLM = ServingEngine(

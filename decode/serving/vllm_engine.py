@@ -7,13 +7,12 @@ reverse.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from decode.serving import checks
-from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
-from decode.serving.engine_logs import VLLM_LOG
+from decode.serving.engine import Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.rules import ALL_FAMILIES, IGNORED, REFUSED, SILENT, DraftFiles, Rule
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
@@ -301,23 +300,6 @@ def triton_files(d: ServedDraft) -> dict[str, str]:
     return {f"{name}/config.pbtxt": config, f"{name}/1/model.json": model_json}
 
 
-def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
-    """Fields of speculative_config, {} where no K above 0 pays. The last K holds for larger batches too."""
-    most = max(k for _, _, k in ranges)
-    steps = [list(one) for one in ranges]
-    keys = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": steps}
-    # Read in vllm/config/speculative.py and vllm/v1/spec_decode/dynamic.
-    return {"version": "0.32", "speculative_config": keys if most else {}}
-
-
-# Read in the code of 0.32 (v1/sample/rejection_sampler.py, v1/worker/gpu/spec_decode); the first two were compared with
-# the engine (docs/results/forecast_vllm.json).
-ACCEPTS = {
-    "greedy": "default (draft_sample_method greedy); n-grams and Medusa always",
-    "probabilistic": "draft_sample_method probabilistic",
-    "block": "draft_sample_method probabilistic, rejection_sample_method block; runner V2",
-}
-
 V1 = "0.32, in its runner V1"
 EAGLE_OPTIONS = {"draft_tensor_parallel_size": 1}
 VLLM = ServingEngine(
@@ -337,8 +319,6 @@ VLLM = ServingEngine(
     },
     rules=RULES,
     files=serving_files,
-    accepts=ACCEPTS,
-    log=VLLM_LOG,
 )
 TRITON = replace(
     VLLM,

@@ -4,7 +4,6 @@
 - timing: the loop that times methods in turn. turns: what was measured of a turn, and which are repeated.
 - untimed_passes: acceptance, phases and GPU utilisation.
 - journal: finished measurements on disk. multi_turn: prompts whose history holds the target's answers.
-- simulated_draft: a draft with a configured acceptance.
 - baselines: other engines on the same prompts. llamacpp_baseline: llama.cpp's server, one of them.
 
 May import eval.settings, eval.metrics, eval.results, eval.tasks and decode.

@@ -41,7 +41,7 @@ from eval.benchmark import llamacpp_baseline
 from eval.benchmark.config import is_plain_chain, requested_engines, vllm_dtype
 from eval.benchmark.llamacpp_baseline import LlamaCppEngine
 from eval.benchmark.machine_load import MachineWatch, busy_reason, typical_probe
-from eval.benchmark.methods import PLAIN_DECODING, Method, simulated_alpha
+from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import STALLED, Attempt, EngineAnswer, stalled_columns
 from eval.metrics.acceptance import timed_places
@@ -167,7 +167,7 @@ def _rival_speedups(
     found = []
     for method, decoded in records.items():
         void = timed_places([r.untimed for r in decoded])[1]
-        if method == PLAIN_DECODING or void or simulated_alpha(method) is not None:
+        if method == PLAIN_DECODING or void:
             continue
         timed = {(r.task, r.id): (r.seconds, r.output_tokens) for r in decoded if not r.untimed}
         for (engine, rival), task in product(arms.items(), [ALL_TASKS, *(x.name for x in s.tasks)]):

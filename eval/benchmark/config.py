@@ -28,8 +28,8 @@ def requested_engines(s: EvalConfig) -> list[str]:
 
 
 def is_plain_chain(m: MethodConfig) -> bool:
-    """Whether other engines could draft so: no simulation, no lookup in front, a fixed K, nothing beside the target."""
-    return not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
+    """Whether other engines could draft so: no lookup in front, a fixed K, nothing beside the target."""
+    return not (m.lookup or m.adaptive or m.mirror.exit_layer)
 
 
 def served_gguf(s: EvalConfig) -> str:
@@ -93,23 +93,18 @@ def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:
     _refuse(
         (nodes > MAX_DRAFT_LENGTH, f"{name}: tree.paths has {nodes} nodes: give at most {MAX_DRAFT_LENGTH:,}"),
         (m.layers and m.draft, f"{name}: layers is for early-exit and swift, without a draft"),
-        (m.alpha and any(s.temperatures),
-         f"{name} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"),
-        (m.alpha and (tree or m.lookup or m.rule != "exact" or captured),
-         f"{name} simulates chains: give it no tree, no lookup and no rule, and a mode without a CUDA graph"),
         (m.lookup and captured,
          f"{name}: in mode {s.mode} the host cannot ask a lookup: choose eager or compiled"),
-        (m.adaptive and (m.alpha or captured),
-         f"{name}: adaptive is for real drafts, and in mode {s.mode} the host cannot end a chain: choose eager or "
-         "compiled"),
+        (m.adaptive and captured,
+         f"{name}: adaptive: in mode {s.mode} the host cannot end a chain: choose eager or compiled"),
         (m.round_ms and m.adaptive in ("", "confidence"),
          f"{name}: round_ms is for adaptive: acceptance or both"),
         ((m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft),
          f"{name}: swift and state are for the method swift without a draft"),
-        (mirror and (m.alpha or m.adaptive or m.lookup or s.mode not in ("auto", "eager")),
-         f"{name}: mirror is for small language models alone and mode eager: drop alpha, adaptive, lookup and mode"),
-        (grammar and (m.alpha or m.adaptive or tree or m.tree.paths or mirror),
-         f"{name}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree, mirror"),
+        (mirror and (m.adaptive or m.lookup or s.mode not in ("auto", "eager")),
+         f"{name}: mirror is for small language models alone and mode eager: drop adaptive, lookup and mode"),
+        (grammar and (m.adaptive or tree or m.tree.paths or mirror),
+         f"{name}: a grammar follows chains of K drafts: leave out adaptive, tree, mirror"),
     )  # fmt: skip
 
 

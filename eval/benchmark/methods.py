@@ -18,10 +18,8 @@ from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.benchmark.config import adaptive_config
-from eval.benchmark.simulated_draft import SimulatedDraft
 from eval.results.report import AdaptiveRecord, LookupRecord, MirrorRecord, TreeRecord
 from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
-from eval.tasks.loading import TaskPrompt
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
         depth = shape.depth if isinstance(shape, StaticTree) else m.k or s.k
         check_draft_length(target, depth, f"k of method {m.name!r}")
         draft = build_draft(m, target, s.dtype)
-        if shape is not None and not m.alpha and not drafts_trees(m):
+        if shape is not None and not drafts_trees(m):
             raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
         methods.append(
             Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive, mirror=m.mirror)
@@ -103,9 +101,6 @@ def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
 
 def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
     shape = tree_shape(m.tree)
-    if m.alpha:
-        cost = load_draft(m.draft, target, m.device or None, m.dtype or dtype) if m.draft else None
-        return SimulatedDraft(m.alpha, target.runner.vocab_size, cost)
     if m.draft:
         return load_draft(m.draft, target, m.device or None, m.dtype or dtype, shape)
     if m.dtype:
@@ -118,8 +113,6 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
     draft = create_draft(m.name, target, m.layers, shape)
     if draft is not None:
         return draft
-    if m.name == "simulated":
-        raise UserError("method 'simulated' needs `alpha`, the acceptance to simulate: [0.8, 0.7]")
     own = [family.name for family in DRAFT_FAMILIES.values() if family.create is not None]
     near = difflib.get_close_matches(m.name, own, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else f"; without one there are {', '.join(own)}"
@@ -138,31 +131,15 @@ def drafts_trees(m: MethodConfig) -> bool:
     return family.supports_trees and not m.lookup and not m.adaptive and not m.mirror.exit_layer
 
 
-def fit_simulated_drafts(
-    methods: Sequence[Method], target: Target, items: Sequence[TaskPrompt], tokens: int
-) -> None:
-    for method in methods:
-        if isinstance(method.draft, SimulatedDraft):
-            prompts = [item.prompt_ids for item in items]
-            method.draft.record_answers(target, prompts, tokens + method.k + 1, rows=16)
-
-
 def draft_checksums(methods: Sequence[MethodConfig]) -> dict[str, str | None]:
     """{method: sha256 of its draft's weights} of methods with a saved draft; None for a draft from the Hub."""
     return {m.name: draft_sha256(m.draft) for m in methods if m.draft}
 
 
-def simulated_alpha(method: Method) -> list[float] | None:
-    """The acceptance rates by position that a method simulates; None: its draft is real."""
-    return method.draft.alpha if isinstance(method.draft, SimulatedDraft) else None
-
-
 def verification_name(method: Method, temperature: float) -> str:
-    """The report's `verification`: none, simulated, greedy, chain or tree for rule exact, else the rule's name."""
+    """The report's `verification`: none, greedy, chain or tree for rule exact, else the rule's name."""
     if method.draft is None:
         return "none"
-    if simulated_alpha(method) is not None:
-        return "simulated"
     if method.rule != "exact":
         return method.rule
     if method.shape is not None:
@@ -184,7 +161,6 @@ def describe_method(
         "mirror": MirrorRecord(**asdict(method.mirror), **(mirror or {}))
         if method.mirror.exit_layer
         else None,
-        "simulated": simulated_alpha(method),
         "lossy": not find_rule(method.rule).lossless,
     }
 

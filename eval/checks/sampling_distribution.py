@@ -34,7 +34,7 @@ from decode.model.seq2seq import answer_logits
 from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
-from eval.benchmark.methods import Method, simulated_alpha
+from eval.benchmark.methods import Method
 from eval.metrics.bootstrap import Array
 from eval.metrics.distribution_tests import (
     SIGNIFICANCE_LEVEL,
@@ -64,11 +64,10 @@ def check_sampling_distribution(
     items: Sequence[TaskPrompt],
     journal: Journal,
 ) -> LawResult | None:
-    """The tests at the run's highest temperature; None if `check_law` is 0. Simulated drafts are left out."""
+    """The tests at the run's highest temperature; None if `check_law` is 0."""
     if not s.check_law:
         return None
     sampling = SamplingParams(max(s.temperatures), s.top_k, s.top_p)
-    real = [m for m in methods if simulated_alpha(m) is None]
 
     def run_tests(method: Method, seed: int) -> list[LawTest]:
         def measure() -> Any:
@@ -79,10 +78,10 @@ def check_sampling_distribution(
         kept = journal.get_or_measure(key, measure)["tests"]
         return [from_json(LawTest, {"method": method.name, **test}) for test in kept]
 
-    tests = [run_tests(method, s.seed + 2 * number) for number, method in enumerate(real)]
+    tests = [run_tests(method, s.seed + 2 * number) for number, method in enumerate(methods)]
     judged = judge_tests([test for own in tests for test in own])
     verdicts = []
-    for number, method in enumerate(real):
+    for number, method in enumerate(methods):
         lossless = find_rule(method.rule).lossless
         caught: bool | None = None
         if method.draft is not None and lossless:

@@ -7,7 +7,7 @@
 - token_traces: a few answers with the origin (draft or target) of each token.
 - decision: whether to switch speculative decoding on; checklist: the production checklist;
   advice: both of them together, as `eval/advise.py` prints them.
-- render: writes report.json, report.md, report.html (template: report.html.j2) and speculation_profile.json.
+- render: writes report.json, report.md and report.html (template: report.html.j2).
 - readme_table: what scripts/readme_table.py does.
 
 May import eval.metrics, eval.results and decode, nothing else of eval.

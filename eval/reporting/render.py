@@ -30,7 +30,6 @@ from eval.reporting.summary import (
 from eval.reporting.tables import NARROW_COLUMNS, report_tables
 from eval.reporting.token_traces import TokenTrace
 from eval.results.report import EvalReport
-from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from eval.results.tuned import TunedReport
 
 DEFINITIONS = {
@@ -71,22 +70,9 @@ def write_pages(
     traces: Sequence[TokenTrace] = (),
     tuned: TunedReport | None = None,
 ) -> None:
-    """Writes report.md and report.html, and speculation_profile.json of measured drafts.
-
-    traces, tuned: as in `render_html`.
-    """
+    """Writes report.md and report.html; traces, tuned as in `render_html`."""
     write_atomically(folder / "report.md", render_markdown(report))
     write_atomically(folder / "report.html", render_html(report, traces, tuned))
-    write_profile(speculation_profile(report), folder)
-
-
-def write_profile(profile: SpeculationProfile | None, folder: Path) -> None:
-    """Writes speculation_profile.json; without a profile, removes that of an earlier report."""
-    file = folder / "speculation_profile.json"
-    if profile is None:
-        file.unlink(missing_ok=True)
-    else:
-        write_atomically(file, json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n")
 
 
 def render_markdown(report: EvalReport) -> str:

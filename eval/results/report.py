@@ -153,7 +153,7 @@ class GreedyMismatch:
 
 @dataclass(frozen=True)
 class NotCompared:
-    """Greedy output that was not compared: sampled, or of a simulated draft."""
+    """Greedy output that was not compared: sampled."""
 
     greedy_identical: bool | None
     prompts: int
@@ -226,7 +226,7 @@ class MethodResult(Measured):
 
     name: Name
     draft: Place | None
-    family: Word | None = None  # None for plain decoding and simulated drafts
+    family: Word | None = None  # None for plain decoding
     k: int  # tokens drafted a round, of a tree its depth; 0 for plain decoding
     tree: TreeRecord | None
     lookup: LookupRecord | None = None
@@ -271,7 +271,9 @@ class MethodResult(Measured):
     draft_dtype: Word | None = None
     verification: Word
     lossy: bool
-    simulated: list[float] | None = None  # the acceptance by position that was made up
+    simulated: list[float] | None = (
+        None  # earlier versions could make up the acceptance by position
+    )
     predicted_speedup: float | None
     prediction_missing: Sentence | None = None
     phase_ms: PhaseMs | None

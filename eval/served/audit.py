@@ -36,6 +36,7 @@ from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt
 
 LEVEL = 0.05  # p-value below which two sides accept differently. Gains of several readings share it
+LOGGED = "the engine of the log"
 OWN_RULES = ("changed-since-training", "unchecked")
 """Findings that name no cause: something was changed, or nothing is known."""
 RULES = {
@@ -67,7 +68,7 @@ class ServedCounts:
 
     engine: str
     counts: list[RequestCounts] = field(default_factory=list)
-    """Of each prompt, greedy; those of a log have no ids, and those of llama.cpp no positions."""
+    """Of each prompt, greedy; those of a log have no ids."""
     refused: str = ""  # the engine's error message, if it did not serve the draft
     other_prompts: str = ""
     """How the prompts that the engine read differ from ours; then their counts are not comparable."""
@@ -100,25 +101,21 @@ def log_counts(log: EngineLog, prompts: Sequence[list[int]], k: int) -> ServedCo
     """The requests of a log, which answer the prompts in their order. UserError if there are not as many."""
     if not log.per_request or len(log.requests) != len(prompts):
         raise UserError(
-            f"{log.path} has {len(log.requests)} responses and there are {len(prompts)} prompts: give the responses to "
-            "the prompts of --tasks, in their order"
+            f"{log.path} has {len(log.requests)} answers and there are {len(prompts)} prompts: give the answers to the "
+            "prompts of --tasks, in their order"
         )
     counts = []
     for number, (request, prompt) in enumerate(zip(log.requests, prompts, strict=True), start=1):
-        if request.rounds is None:
-            raise UserError(
-                f"{log.path} does not tell the rounds of request {number}: give the responses"
-            )
         if request.prompt_tokens not in (None, len(prompt)):
             return ServedCounts(
-                log.engine,
-                other_prompts=f"response {number} is to {request.prompt_tokens} prompt tokens, and that prompt has "
+                LOGGED,
+                other_prompts=f"answer {number} is to {request.prompt_tokens} prompt tokens, and that prompt has "
                 f"{len(prompt)} here: another chat template, tokenizer or prompt",
                 exact=False,
             )
         at = request.accepted_at
         counts.append(replace(request, accepted_at=(*at, *[0] * k)[:k] if at else ()))
-    return ServedCounts(log.engine, counts, exact=False)
+    return ServedCounts(LOGGED, counts, exact=False)
 
 
 def decode_reading(

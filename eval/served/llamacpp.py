@@ -1,6 +1,5 @@
 """What scripts/llamacpp_parity.py does: llama.cpp and our decoder run the same draft on the same prompts."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from rich.console import Console
 
 from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
-from decode.common.files import write_atomically
-from decode.common.run_dir import check_file, check_folder
+from decode.common.run_dir import check_file
 from decode.drafts import causal
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
@@ -22,8 +20,7 @@ from decode.model.loading import Target, load_target
 from decode.serving import gguf_heads
 from decode.serving.gguf_export import write_gguf
 from decode.serving.llamacpp_engine import LLAMACPP
-from decode.serving.log_counts import pool
-from decode.serving.logs import read_log
+from decode.serving.log_counts import EngineLog, pool, round_counts
 from decode.serving.running import llama_server
 from decode.serving.running.llama_server import ServedAnswer
 from eval.served import parity, scoring
@@ -105,37 +102,30 @@ def run_ours(
     ]
 
 
-def compare_logs(
-    folder: Path,
-    items: Sequence[TaskPrompt],
-    ours: Sequence[OwnAnswer],
-    served: Sequence[ServedAnswer],
+def compare_acceptance(
+    items: Sequence[TaskPrompt], ours: Sequence[OwnAnswer], served: Sequence[ServedAnswer]
 ) -> dict[str, Any]:
-    """Writes ours.jsonl, as outputs.jsonl, and llamacpp.jsonl, whose lines name their prompts in the same way.
-
-    What eval/rescore.py makes of the two logs: both sides' figures and the difference of τ.
-    """
-    lines = [
-        {"task": item.task, "id": item.id, "prompt_ids": item.prompt_ids}
-        | {"output_ids": own.output_ids, "rounds": own.rounds}
-        for item, own in zip(items, ours, strict=True)
+    """Both sides' figures, as eval/rescore.py has them, and the difference of τ."""
+    names = [f"{item.task}/{item.id}" for item in items]
+    sides = {
+        "ours": [round_counts(x.rounds) for x in ours],
+        "llamacpp": [llama_server.response_counts(x.response) for x in served],
+    }
+    logs = [
+        EngineLog(
+            side, side, [replace(x, prompt=name) for x, name in zip(counts, names, strict=True)]
+        )
+        for side, counts in sides.items()
     ]
-    responses = [
-        answer.response | {"prompt_id": f"{item.task}/{item.id}"}
-        for item, answer in zip(items, served, strict=True)
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    logs, figures = [], {}
-    for name, rows in (("ours", lines), ("llamacpp", responses)):
-        file = folder / f"{name}.jsonl"
-        write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
-        logs.append(read_log(str(file)))
-        scored = scoring.score(logs[-1]).to_json()
-        figures[name] = {key: scored[key] for key in ("counts", "tau", "acceptance_rate")}
+    scored = {log.path: scoring.score(log).to_json() for log in logs}
     found = scoring.compare(*logs).to_json()
-    names = ("p_value", "verdict")
-    difference = {"difference_of_tau": found["differences"]["tau"]}
-    return {"figures": figures, **difference, **{name: found[name] for name in names}}
+    kept = ("counts", "tau", "acceptance_rate")
+    return {
+        "figures": {side: {key: one[key] for key in kept} for side, one in scored.items()},
+        "difference_of_tau": found["differences"]["tau"],
+        "p_value": found["p_value"],
+        "verdict": found["verdict"],
+    }
 
 
 def compare_with_llamacpp(s: LlamaCppParityConfig) -> None:
@@ -146,7 +136,6 @@ def compare_with_llamacpp(s: LlamaCppParityConfig) -> None:
     if not LLAMACPP.method(family):
         raise UserError(f"{s.draft} is of family {family}, with which llama.cpp does not draft")
     check_file(s.out, [s.target_gguf])  # before the work
-    check_folder(Path(s.logs or "."))
     if s.target_gguf and not Path(s.target_gguf).is_file():
         raise UserError(f"no file {s.target_gguf}: correct --target_gguf")
     version = llama_server.server_version(llama_server.find_server(s.server))
@@ -161,8 +150,7 @@ def compare_with_llamacpp(s: LlamaCppParityConfig) -> None:
     ]
     theirs = [x.counts for x in served]
     found = parity.compare_greedy("llamacpp", s.margin, target, items, ours, theirs, "accepted")
-    with tempfile.TemporaryDirectory() as scratch:
-        found |= compare_logs(Path(s.logs or scratch), items, own, served)
+    found |= compare_acceptance(items, own, served)
     totals = {"ours": pool(ours), "llamacpp": pool(theirs)}
     console = Console(stderr=True)
     console.print(parity.totals_table(totals))

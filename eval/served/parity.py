@@ -53,7 +53,7 @@ def count_rounds(
 
 
 def tau(total: RequestCounts) -> float:
-    return 1 + total.accepted / max(1, total.rounds or 0)
+    return 1 + total.accepted / max(1, total.rounds)
 
 
 def counts_json(x: RequestCounts) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What scripts/referee.py does: vLLM and our decoder run the same draft on the same prompts."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,34 +12,12 @@ from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from decode.drafts.registry import draft_family
-from decode.model.loading import Target, load_target
+from decode.model.loading import load_target
 from decode.serving.log_counts import RequestCounts, pool
 from decode.serving.running import vllm_client
-from eval.forecasting import forecast
-from eval.forecasting.chains import ChainSettings, measure_chains
-from eval.forecasting.rounds import RULES
-from eval.forecasting.rows import compare
-from eval.reporting.formatting import format_with_interval
 from eval.served import parity
 from eval.served.parity import MIN_PROMPTS
-from eval.settings.evaluation import ForecastConfig
 from eval.settings.served import RefereeConfig
-from eval.tasks.loading import TaskPrompt
-
-
-def check_forecast(
-    s: RefereeConfig, target: Target, items: Sequence[TaskPrompt], served: RequestCounts
-) -> dict[str, Any]:
-    """The forecast for these prompts beside the sums of vLLM's counts. UserError for a draft without one."""
-    asked = ForecastConfig(target=s.target, draft=s.draft, engines=["vllm"])
-    draft = forecast.load(asked, target)
-    asked_for = items if s.temperature == 0 else [x for x in items for _ in range(s.draws)]
-    chains = ChainSettings(s.k, s.temperature, s.max_new_tokens, parity.BATCH_ROWS)
-    texts = measure_chains(target, draft, asked_for, chains, s.seed)
-    drawn = s.temperature > 0 and parity.draft_sampling(s)["vllm"] == "drawn"
-    rule = "probabilistic" if drawn else "greedy"
-    others = [other for other in RULES if other != rule] if s.temperature > 0 else []
-    return compare(texts, rule, parity.counts_json(served), others, s.seed)
 
 
 def print_comparison(totals: Mapping[str, RequestCounts], result: dict[str, Any]) -> None:
@@ -55,12 +33,6 @@ def print_comparison(totals: Mapping[str, RequestCounts], result: dict[str, Any]
             table.add_row(part["name"], *rates, f"{part['p_value']:.4f}", f"{part['detects']:.3f}")
         console.print(table)
         console.print(f"all parts together: p = {result['p_value']:.5f}, level {result['level']}")
-    if "forecast" in result:
-        row, served = result["forecast"]["forecast"], result["forecast"]["served"]
-        length = format_with_interval(row["mean_accept_length"], row["mean_accept_length_ci"], 3)
-        console.print(
-            f"mean accepted length: forecast {length}, vLLM {served['mean_accept_length']:.3f}"
-        )
 
 
 def referee(s: RefereeConfig) -> None:
@@ -90,8 +62,6 @@ def referee(s: RefereeConfig) -> None:
         found = parity.compare_greedy("vllm", s.margin, target, items, ours, vllm, "drafted")
         agree = not found["differ"]
     totals = {"ours": pool(ours), "vllm": pool(vllm)}
-    if s.forecast:
-        found["forecast"] = check_forecast(s, target, items, totals["vllm"])
     print_comparison(totals, found)
     head = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),

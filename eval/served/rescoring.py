@@ -8,9 +8,8 @@ from rich.table import Table
 
 from decode.common.files import write_atomically
 from decode.common.run_dir import check_file
-from decode.serving.log_counts import Format
-from decode.serving.logs import read_log
 from eval.reporting.formatting import format_number, format_with_interval
+from eval.served.logs import read_log
 from eval.served.scoring import LogComparison, LogFigure, LogScore, compare, score
 
 NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
@@ -18,7 +17,7 @@ NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
 
 def figures_table(scored: LogScore) -> Table:
     """The pooled figures beside the means over requests."""
-    log, length = scored.log, scored.engine_mean_length
+    log = scored.log
     of = "totals of a server" if scored.requests is None else f"{scored.requests} requests"
     table = Table(title=f"{log.path}: {log.engine}, {of}", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -28,11 +27,8 @@ def figures_table(scored: LogScore) -> Table:
         x = scored.figures.get(key, LogFigure(None))
         mean = format_with_interval(x.mean_of_requests, x.mean_of_requests_ci, 3)
         table.add_row(name, format_with_interval(x.pooled, x.ci, 3), mean)
-    if length is not None:
-        table.add_row("the engine's own length", "–", format_number(length, 3))
     for key, value in log.gauges.items():
-        label = f"{NAMES.get(key, key)} ({log.gauges_of})"
-        table.add_row(label, format_number(value, 3), "–")
+        table.add_row(f"{key} (last interval)", format_number(value, 3), "–")
     return table
 
 
@@ -53,11 +49,11 @@ def differences_table(found: LogComparison) -> Table:
     return table
 
 
-def rescore(path: str, other: str, before: str, engine: Format, out: str) -> None:
+def rescore(path: str, other: str, before: str, out: str) -> None:
     """Prints the figures of the log at `path` and of `other`, if it is given, and the verdict on two."""
     check_file(out, [path, other, before], "--json")
-    logs = [read_log(path, engine, before)]
-    logs += [read_log(other, engine)] if other else []
+    logs = [read_log(path, before)]
+    logs += [read_log(other)] if other else []
     found = compare(*logs) if len(logs) > 1 else None
     console = Console(highlight=False, soft_wrap=True)
     scored = [score(log) for log in logs]
@@ -65,7 +61,7 @@ def rescore(path: str, other: str, before: str, engine: Format, out: str) -> Non
         console.print(figures_table(one))
         if one.by_position:
             console.print(positions_table(one))
-        console.print(*one.notes, sep="\n", markup=False)
+        console.print(*one.log.notes, sep="\n", markup=False)
     if found is not None:
         console.print(differences_table(found))
         console.print(found.verdict, markup=False)

@@ -1,4 +1,4 @@
-"""Figures of engines' logs: of one log, and whether two logs of the same prompts are apart.
+"""Figures of logs: of one, and whether two of the same prompts are apart.
 
 τ, α and acceptance rate are pooled over all rounds, and given as the mean of the requests' own figures too.
 """
@@ -6,14 +6,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from decode.common.errors import UserError
-from decode.serving.log_counts import EngineLog, RequestCounts
-from decode.serving.logs import READERS
+from decode.serving.log_counts import EngineLog, RequestCounts, pool
 from eval.metrics.bootstrap import (
     Array,
     Ratio,
@@ -38,20 +36,12 @@ def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
     counts = np.array([(r.drafted, r.accepted) for r in requests], dtype=np.int64).reshape(-1, 2)
     drafted, accepted = counts.T
     found = {"acceptance_rate": (accepted, drafted)} if drafted.any() else {}
-    rounds = known_rounds(requests)
-    if rounds is None:
-        return found
+    rounds = np.array([r.rounds for r in requests])
     found["tau"] = rounds + accepted, rounds
     reached = positions([r.reached_at for r in requests], rounds)
     if reached is not None:
         found["alpha"] = accepted, reached.sum(1)
     return found
-
-
-def known_rounds(requests: Sequence[RequestCounts]) -> Array | None:
-    """Rounds of the requests [n]; None if one of them does not say, or if there is no request."""
-    rounds = [r.rounds for r in requests]
-    return None if None in rounds or not rounds else np.array(rounds)
 
 
 def positions(rows: Sequence[Sequence[int]], rounds: Array) -> Array | None:
@@ -89,61 +79,44 @@ class LogScore:
     """The figures of one log."""
 
     log: EngineLog
-    rounds: int | None
+    rounds: int
     drafted: int
     accepted: int
     figures: dict[str, LogFigure]
     """By "tau", "alpha" and "acceptance_rate"; one that the log does not give is left out."""
     by_position: list[PositionFigures]  # empty if the log has no positions
-    engine_mean_length: float | None  # of the lengths that the engine gives for each request
 
     @property
     def requests(self) -> int | None:
         """None: the log is totals of a server."""
         return len(self.log.requests) if self.log.per_request else None
 
-    @property
-    def notes(self) -> list[str]:
-        return [*self.log.notes, READERS[self.log.engine].figures]
-
     def to_json(self) -> dict[str, Any]:
-        failed = self.log.failed
         counts = {"rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted}
         return {
             "log": self.log.path,
             "engine": self.log.engine,
             "requests": self.requests,
-            "failed": [{"where": x.where, "reason": x.reason, "prompt": x.prompt} for x in failed],
             "counts": counts,
             **{name: asdict(figure) for name, figure in self.figures.items()},
             "by_position": [asdict(x) for x in self.by_position],
-            "engine_mean_length": self.engine_mean_length,
             "gauges": self.log.gauges,
-            "gauges_of": self.log.gauges_of,
-            "notes": self.notes,
+            "notes": list(self.log.notes),
         }
 
 
 def score(log: EngineLog) -> LogScore:
-    requests, rounds = log.requests, known_rounds(log.requests)
-    figures = {name: LogFigure(value) for name, value in log.given.items()}
+    requests, total, figures = log.requests, pool(log.requests), {}
     for name, (top, bottom) in ratios(requests).items():
         means = mean_of_ratios(top, bottom, SEED) if log.per_request else (None, None)
         pooled = ratio_or_none(top.sum(), bottom.sum())
         figures[name] = LogFigure(pooled, ratio_interval(top, bottom, SEED), *means)
-    lengths = [r.engine_length for r in requests if isinstance(r.engine_length, int | float)]
-    return LogScore(
-        log,
-        None if rounds is None else int(rounds.sum()),
-        sum(r.drafted for r in requests),
-        sum(r.accepted for r in requests),
-        figures,
-        [] if rounds is None else score_positions(requests, rounds),
-        ratio_or_none(sum(lengths), len(lengths)),
-    )
+    by_position = score_positions(requests)
+    return LogScore(log, total.rounds, total.drafted, total.accepted, figures, by_position)
 
 
-def score_positions(requests: Sequence[RequestCounts], rounds: Array) -> list[PositionFigures]:
+def score_positions(requests: Sequence[RequestCounts]) -> list[PositionFigures]:
+    rounds = np.array([r.rounds for r in requests])
     accepted = positions([r.accepted_at for r in requests], rounds)
     reached = positions([r.reached_at for r in requests], rounds)
     return [
@@ -162,48 +135,27 @@ def score_positions(requests: Sequence[RequestCounts], rounds: Array) -> list[Po
 
 
 def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
-    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts. By the names of the
-    prompts if both logs have them, else by their order; then the lengths of the prompts have to agree where both logs
-    have them. A prompt whose request failed in one log is left out."""
+    """The requests of both logs, prompt by prompt, by the names of the prompts. UserError if they are not of the same
+    ones."""
     for log in (a, b):
         if not log.per_request:
             raise UserError(
-                f"{log.path} holds totals of a server: two logs are compared by request, give responses"
+                f"{log.path} holds totals of a server: two logs are compared by request, give outputs.jsonl"
             )
-    failed = {x.prompt for log in (a, b) for x in log.failed}
-    named = all(failed) and all(x.prompt for log in (a, b) for x in log.requests)
-    first, second = (_by_prompt(log, named) for log in (a, b))
-    totals = [len(log.requests) + len(log.failed) for log in (a, b)]
-    alone = sorted((first.keys() ^ second.keys()) - failed)
-    if named and alone:
+    first, second = map(_by_prompt, (a, b))
+    alone = sorted(first.keys() ^ second.keys())
+    if alone:
         raise UserError(
             f"{len(alone)} prompts are in one of {a.path} and {b.path} alone, the first is {alone[0][:40]!r}: "
             "give logs of the same prompts"
         )
-    if not named and totals[0] != totals[1]:
-        raise UserError(
-            f"{a.path} has {totals[0]} requests and {b.path} {totals[1]}: give logs of the same prompts"
-        )
-    shared = [name for name in first if name in second]
-    if not shared:
-        raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
-    for name in () if named else shared:
-        lengths = [side[name].prompt_tokens for side in (first, second)]
-        if None not in lengths and lengths[0] != lengths[1]:
-            raise UserError(
-                f"request {name} has {lengths[0]} prompt tokens in {a.path} and {lengths[1]} in {b.path}: "
-                "give logs of the same prompts in the same order"
-            )
-    return [first[name] for name in shared], [second[name] for name in shared]
+    return list(first.values()), [second[name] for name in first]
 
 
-def _by_prompt(log: EngineLog, named: bool) -> dict[str, RequestCounts]:
-    """The requests by the names of their prompts, or by their numbers among all requests, from 1."""
-    gone = {x.index for x in log.failed}
-    numbers = (str(i + 1) for i in count() if i not in gone)
-    found = {x.prompt if named else number: x for x, number in zip(log.requests, numbers)}  # noqa: B905 (endless)
+def _by_prompt(log: EngineLog) -> dict[str, RequestCounts]:
+    found = {x.prompt: x for x in log.requests}
     if len(found) < len(log.requests):
-        raise UserError(f"{log.path} has a prompt twice: give one response for each prompt")
+        raise UserError(f"{log.path} has a prompt twice: give one answer to each prompt")
     return found
 
 
@@ -254,11 +206,6 @@ def compare(a: EngineLog, b: EngineLog) -> LogComparison:
     """What the logs show of their difference a − b in τ, with the power of the test, and the same figures' others."""
     pair = match_prompts(a, b)
     first, second = (ratios(requests) for requests in pair)
-    for log, found in ((a, first), (b, second)):
-        if "tau" not in found:
-            raise UserError(
-                f"{log.path} does not tell the rounds, so τ cannot be compared: give responses"
-            )
     differences = {}
     for name in sorted(first.keys() & second.keys()):
         apart = paired_difference(Ratio(*first[name]), Ratio(*second[name]), SEED)

@@ -104,9 +104,6 @@ class MethodConfig:
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
     """Verification rule: exact and block are lossless, typical (Medusa's) is lossy and marked so in the report."""
-    alpha: list[Share] = field(default_factory=list)
-    """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
-    draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
 
 
 @dataclass
@@ -231,57 +228,6 @@ class TuneConfig(MeasuringSettings, TargetSettings):
     mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"
     """compiled and graph take a minute or more for each setting; captured and graph need a GPU. auto: graph on a GPU
     where target and all methods allow it, else eager."""
-
-
-@dataclass
-class ForecastConfig(MeasuringSettings):
-    COMMON: ClassVar[str] = "target draft tasks k temperatures dtype out"
-
-    target: str = "assets/target"
-    """Target model: folder, GGUF file or Hub name."""
-    draft: str = "assets/draft"
-    """A draft's folder or Hub name; ngram: our prompt lookup; vllm-ngram: vLLM's."""
-    engines: list[str] = field(default_factory=lambda: ["vllm", "sglang", "draftsmith"])
-    """Engines whose verification rules to forecast; transformers is known as well."""
-    k: list[DraftLength] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 7])
-    """Draft lengths to forecast; the longest is measured."""
-    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
-    """0 is greedy."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task(x, limit=8) for x in ("code", "prose", "arithmetic")]
-    )
-    """Prompt sets; code, prose and arithmetic are bundled."""
-    template: TrainedTemplate = None
-    answers: Count = 1
-    """Answers to each prompt above temperature 0."""
-    max_new_tokens: Count = 64
-    """Tokens of the longest answer."""
-    rows: Count = 8
-    """Prompts measured together."""
-    prompt_lookup_max: MatchLength = 4
-    """vllm-ngram: tokens of the longest match."""
-    prompt_lookup_min: MatchLength = 2
-    """vllm-ngram: tokens of the shortest match."""
-    costs: str = "ours"
-    """Where milliseconds of rounds come from: ours (our engine, eager), vllm (needs --vllm_python), none, or a JSON
-    file with `points` like those in the `costs` of forecast.json, of any engine."""
-    vllm_python: str = ""
-    """Interpreter of an environment that has vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
-    batches: list[Count] = field(default_factory=lambda: [1, 4])
-    """Batch sizes to measure costs at."""
-    contexts: list[CountOrZero] = field(default_factory=lambda: [0])
-    """Prompt lengths to measure costs at; 0: the prompts of the tasks."""
-    cost_tokens: Annotated[int, at_least(8)] = 16
-    """Tokens of each answer in the measurement of costs."""
-    cost_prompts: Count = 2
-    """Prompts in the measurement of costs: the last ones of the tasks."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, …"""
-    dtype: DtypeName = "float32"
-    """Number type of the target: float32, bfloat16, float16, w8a8 or w4a8."""
-    draft_dtype: DtypeName = "float32"
-    """Number type of the draft; int4 as well."""
-    out: str = "outputs/forecast"
 
 
 @dataclass

@@ -35,8 +35,6 @@ class RefereeConfig:
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
     repair: bool = True
     """At a temperature: repair the broken sampling of vLLM's CPU build first."""
-    forecast: bool = False
-    """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
 
@@ -59,8 +57,6 @@ class LlamaCppParityConfig:
     """Tokens decoded for each prompt, unless its text ends before."""
     margin: Annotated[float, at_least(0)] = 1e-3
     """Gap of the target's two best logits below which a difference counts as a tie."""
-    logs: str = ""
-    """Folder for llamacpp.jsonl, the responses, and ours.jsonl, which eval/rescore.py reads; empty: none."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
 
@@ -75,7 +71,7 @@ class AuditConfig(RunSettings):
     target: str = "assets/target"
     """The target's folder, GGUF file or Hub name."""
     served: str = "vllm"
-    """vllm, none, or a log of responses (vLLM, SGLang, llama.cpp)."""
+    """vllm, none, or a file of what an engine accepted, as outputs.jsonl."""
     python: str = ""
     """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
     tasks: list[Task] = field(

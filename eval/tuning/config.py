@@ -43,8 +43,6 @@ def check_config(s: TuneConfig) -> None:
         )
     if s.layers and not any(m.name == TUNED_EXIT for m in s.methods):
         raise UserError(f"layers {s.layers} are for the method {TUNED_EXIT}: add it or drop them")
-    if any(m.alpha for m in s.methods):
-        raise UserError("simulated acceptance cannot be tuned: drop alpha from the methods")
 
 
 def to_eval_config(s: TuneConfig) -> EvalConfig:

@@ -23,7 +23,6 @@ from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
 from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
-from eval.benchmark.simulated_draft import simulated_names
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
@@ -199,9 +198,7 @@ def search(s: TuneConfig) -> None:
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
     drafts = [method.draft for method in methods]
-    context = replace(
-        context, mode=pick_mode(s.mode, target, [None, *drafts], simulated_names(drafts))
-    )
+    context = replace(context, mode=pick_mode(s.mode, target, [None, *drafts]))
     console, out = Console(stderr=True), Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))) as run:
         checksums = draft_checksums(s.methods)

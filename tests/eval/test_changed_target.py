@@ -61,12 +61,6 @@ def tune(world: World, out: Path, *more: object) -> Done:
     )  # fmt: skip
 
 
-def forecast(world: World, out: Path, *more: object) -> Done:
-    return worlds.call(
-        "eval/forecast.py", *common(world, out), "--draft", world.draft, "--k", "[1, 2]", "--costs", "none", *more,
-    )  # fmt: skip
-
-
 def common(world: World, out: Path) -> list[object]:
     tasks = json.dumps([{"name": "own", "path": str(world.prompts), "limit": 4}])
     return [
@@ -75,7 +69,7 @@ def common(world: World, out: Path) -> list[object]:
     ]  # fmt: skip
 
 
-COMMANDS = {"report.json": run, "tuned.json": tune, "forecast.json": forecast}
+COMMANDS = {"report.json": run, "tuned.json": tune}
 
 
 @pytest.mark.parametrize("file", COMMANDS)

@@ -58,10 +58,7 @@ BASE = {
     "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
     "eval/fidelity.py": "$lab/target --max_new_tokens 4 --tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' "
     "--device cpu --out $tmp/out.json",
-    "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
-    "eval/forecast.py": "--target $lab/target --draft $lab/causal --k '[1, 2]' --temperatures '[0.0]' "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 6 --batches '[1]' --cost_tokens 8 "
-    "--device cpu --out $out",
+    "eval/rescore.py": "$root/tests/golden/engine_logs/vllm_after.txt --json $tmp/out.json",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",

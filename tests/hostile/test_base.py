@@ -11,7 +11,7 @@ from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
 QUICK = {
     "eval/report.py": (copy("report"),), "eval/advise.py": (),
     "eval/fidelity.py": (),
-    "eval/rescore.py": (), "eval/forecast.py": (), "train/doctor.py": (), "decode/generate.py": (),
+    "eval/rescore.py": (), "train/doctor.py": (), "decode/generate.py": (),
     "scripts/lab/floor.py": (), "scripts/export.py": (), "scripts/publish.py": (),
     "scripts/check_draft.py": (), "scripts/audit.py": (),
     "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),

@@ -51,7 +51,6 @@ MISSING = (
     ("eval/advise.py", "--report ./gone.json"),
     ("eval/advise.py", "--tuned ./gone.json"),
     ("eval/rescore.py", "--log ./gone.jsonl"),
-    ("eval/forecast.py", "--costs ./gone.json"),
     ("eval/rescore.py", "--other ./gone.jsonl"),
     ("eval/rescore.py", "--log $root/tests/golden/engine_logs/vllm_after.txt --before ./gone.txt"),
     ("decode/generate.py", "--prompt '' --prompt_file gone.txt"),
@@ -142,10 +141,7 @@ KINDS = [
     Case("eval/advise.py", "--out $tmp/page.md/below", "page.md", (write("page.md", PAGE),)),
     Case("eval/rescore.py", "--log $lab/report", "report"),
     Case("eval/rescore.py", "--json $lab/report", "--json"),
-    Case("eval/rescore.py", "--format sglang", "meta_info"),
-    Case("eval/rescore.py", "--before $root/tests/golden/engine_logs/vllm_before.txt", "--before"),
     Case("eval/rescore.py", "--other $root/tests/golden/engine_logs/vllm_after.txt", "totals of a server"),
-    Case("eval/rescore.py", "--other $root/tests/golden/engine_logs/llamacpp.jsonl", "same prompts"),
     Case("eval/report.py", "--tuned $lab/report/report.json", "report.json", (copy("report"),)),
     Case("eval/report.py", "--tuned $lab/prompts.jsonl", "prompts.jsonl", (copy("report"),)),
     Case("decode/generate.py", "--prompt '' --prompt_file $lab/target", "target"),
@@ -192,7 +188,6 @@ KINDS = [
     Case("scripts/referee.py", "--out $lab/report", "report"),
     Case("scripts/llamacpp_parity.py", "--out $lab/report", "report"),
     Case("scripts/llamacpp_parity.py", "--server $lab/prompts.txt", "prompts.txt"),
-    Case("scripts/llamacpp_parity.py", "--logs $lab/prompts.txt", "prompts.txt"),
     Case("scripts/llamacpp_parity.py", "--draft $lab/eagle3", "eagle3"),
 ]  # fmt: skip
 

@@ -142,7 +142,6 @@ WORDS = [
     ("eval/run.py", "--compare vllm --vllm_python python --dtype int8", "int8"),
     ("eval/tune.py", "--out ''", "out"),
     ("eval/tune.py", "--methods '[]'", "methods"),
-    ("eval/tune.py", "--methods '[{name: s, alpha: [0.5]}]'", "alpha"),
     ("decode/generate.py", "--prompt ''", "prompt"),
     ("decode/generate.py", "--prompt_file $lab/prompts.txt", ("prompt", "prompt_file")),
     ("decode/generate.py", "--revision main", "revision"),
@@ -172,14 +171,13 @@ WORDS = [
     ("scripts/check_draft.py", "--engine ''", "engine"),
     ("scripts/check_draft.py", "--draft ''", "draft"),
     ("scripts/referee.py", "--control true", "temperature"),
-    ("scripts/audit.py", "--served llama.cpp", "llama-server"),
+    ("scripts/audit.py", "--served llama.cpp", "llama.cpp"),
     ("scripts/audit.py", "--tasks '[]'", "tasks"),
     ("eval/report.py", "--folder ''", "report.json"),
     ("train/doctor.py", "--data ''", "--data"),
     ("train/doctor.py", "--data '[]'", "--data"),
     ("eval/advise.py", "--report ''", "file"),
     ("eval/rescore.py", "--log ''", "file"),
-    ("eval/rescore.py", "--format trtllm", "format"),
 ]  # fmt: skip
 """(command, arguments, what the message names)."""
 

@@ -1,6 +1,5 @@
 """The served check: what it makes of vLLM's answers; and, where vLLM is installed, the answers themselves."""
 
-import contextlib
 import json
 import os
 import stat
@@ -103,35 +102,6 @@ def test_a_difference_ends_with_1(
         referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))"), margin=0.0))
     assert end.value.code == 1
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["differ"]) == 1
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_forecast_is_compared_with_what_vllm_accepted(
-    lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a comparison that passes whatever was served, and a forecast of other prompts, K or lengths."""
-    more = {"tasks": [Task("code", limit=3), Task("prose", limit=3)]}
-    served = json.loads(json.dumps(decoded(settings("", **more))))
-    for answer in served:
-        rows = answer["by_position"]
-        answer["by_position"] = [*rows[lost:], *[0] * lost]  # as if each round accepted `lost` less
-        answer["accepted"] = sum(answer["by_position"])
-    asked = settings(
-        stand_in(tmp_path, f"print(json.dumps({reply(served)}))"), forecast=True, **more
-    )
-    with contextlib.suppress(SystemExit):
-        referee.main(asked)
-    captured = capsys.readouterr()
-    found = json.loads(captured.out.splitlines()[-1])["forecast"]
-    rounds = sum(answer["rounds"] for answer in served)
-    length = 1 + sum(answer["accepted"] for answer in served) / rounds
-    assert found["served"]["mean_accept_length"] == pytest.approx(length)
-    assert found["rule"] == "greedy"
-    assert found["other_rules"] == {}
-    assert found["forecast"]["prompts"] == 6
-    assert (found["equal"], found["inside"]) == ((True, True) if lost == 0 else (False, False))
-    assert (found["positions_inside"] == 3) is (lost == 0)
-    assert f"vLLM {length:.3f}" in captured.err
 
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "tasks": [Task("code", limit=24)], "draws": 2}  # fmt: skip

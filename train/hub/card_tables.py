@@ -6,7 +6,6 @@ from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.typed_json import to_json
-from eval.forecasting.pages import tau_by_task
 from eval.reporting import plots
 from eval.reporting.figures import PROBABILITY_YLIM, alpha_points, estimate_point
 from eval.reporting.formatting import (
@@ -17,7 +16,6 @@ from eval.reporting.formatting import (
     format_value,
 )
 from eval.reporting.tables import method_table
-from eval.results.forecast import ForecastReport
 from eval.results.report import (
     EvalReport,
     MethodResult,
@@ -51,15 +49,6 @@ def tables_by_setting(
     return [
         method_table(f"{setting_title(*x).capitalize()}:", entries, columns, positions=positions)
         for x, entries in by_setting(in_order(own)).items()
-    ]
-
-
-def forecast_tables(forecast: ForecastReport | None) -> list[Table]:
-    """τ by task and K as serving engines draft by default, one table for each temperature; [] without a forecast."""
-    rows = [] if forecast is None else [row for row in forecast.rows if row.rule == "greedy"]
-    return [
-        tau_by_task(f"Temperature {t:g}:", [row for row in rows if row.temperature == t])
-        for t in dict.fromkeys(row.temperature for row in rows)
     ]
 
 

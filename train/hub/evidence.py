@@ -9,7 +9,6 @@ from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
 from decode.common.published import published
 from decode.common.typed_json import read_object
-from eval.results.forecast import ForecastReport
 from eval.results.referee import RefereeResult
 from eval.results.report import EvalReport, read_measurements
 from eval.results.tuned import TunedReport
@@ -24,7 +23,6 @@ class Evidence:
     report: EvalReport | None = None
     referee: RefereeResult | None = None
     tuned: TunedReport | None = None
-    forecast: ForecastReport | None = None
 
     def check(self, draft: DraftMetadata) -> None:
         """UserError for measurements of other weights, of another target or family, or that are not lossless."""
@@ -43,9 +41,6 @@ class Evidence:
         if self.tuned is not None:
             own = {*self.tuned.drafts.values()}
             measured["the tuned settings are of drafts", "eval/tune.py"] = own
-        if self.forecast is not None:
-            own = {self.forecast.draft.sha256}
-            measured["the forecast is of draft", "eval/forecast.py"] = own
         for (what, command), found in measured.items():
             if sha not in found:
                 others = ", ".join(sorted(set(map(short, found)))) or "unnamed"
@@ -71,9 +66,7 @@ class Evidence:
         }
 
 
-def read_evidence(
-    report: str = "", referee: str = "", tuned: str = "", forecast: str = ""
-) -> Evidence:
+def read_evidence(report: str = "", referee: str = "", tuned: str = "") -> Evidence:
     """From these files; an empty path: there is none. UserError that names a file with other content."""
 
     def read(kind: type, path: str, what: str) -> Any:
@@ -83,7 +76,6 @@ def read_evidence(
         read(EvalReport, report, "report.json of eval/run.py"),
         read_object(RefereeResult, referee, REFEREE_FILE) if referee else None,
         read(TunedReport, tuned, "tuned.json of eval/tune.py"),
-        read(ForecastReport, forecast, "forecast.json of eval/forecast.py"),
     )
 
 

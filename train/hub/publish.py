@@ -34,7 +34,6 @@ from decode.common.target_record import TargetRecord
 from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import saved_families
 from decode.serving.engine import ServedDraft
-from eval.results.speculation_profile import SpeculationProfile, speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards, read_manifest
 from train.data.mixture import DataManifests
 from train.families.registry import family_settings
@@ -116,12 +115,6 @@ def build_draft_folder(
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
         _write(staging / METADATA_FILE, json.dumps(to_json(facts), indent=1) + "\n")
-        if inputs.evidence.report is not None:
-            # The draft goes by the name of its repository.
-            own = [replace(m, draft=repo) for m in inputs.own]
-            profile = speculation_profile(inputs.evidence.report, own)
-            where = "speculation_profile.json"
-            shown["speculation_profile"] = published(profile, SpeculationProfile, where, known)
         for name, content in shown.items():
             if content is not None:
                 text = json.dumps(content, indent=1, ensure_ascii=False)

@@ -15,8 +15,7 @@ import torch
 
 from decode.common.errors import UserError, first_line
 from decode.serving import prometheus
-from decode.serving.engine_logs import read_llamacpp_response
-from decode.serving.log_counts import RequestCounts
+from decode.serving.log_counts import RequestCounts, checked
 from decode.serving.running.server_process import (
     STRAIGHT,
     find_executable,
@@ -92,7 +91,7 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     # Counters by position appear with the first draft.
     rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
     counted = prometheus.sum_samples("llamacpp", rise, METRICS)
-    listed = read_llamacpp_response(response, "the response of llama-server")
+    listed = response_counts(response)
     if (listed.drafted, listed.accepted) != (counted.drafted, counted.accepted):
         raise UserError(
             f"llama-server's response has {listed.drafted} drafted and {listed.accepted} accepted tokens, its /metrics "
@@ -101,6 +100,22 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
     at = (*counted.accepted_at, *[0] * k)[:k]
     ids = (tuple(response["tokens"]),)
     return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
+
+
+def response_counts(response: Mapping[str, Any]) -> RequestCounts:
+    """The counts in a response, which has neither rounds nor positions. Each pass after prefill emits its accepted
+    drafts and one more token, so the rounds are predicted_n − 1 − draft_n_accepted; passes that drafted nothing are
+    among them, and the last one may have been cut at the end of the answer. UserError if they contradict each other."""
+    timings = response.get("timings") or {}
+    names = ("predicted_n", "draft_n", "draft_n_accepted")
+    tokens, drafted, accepted = (int(timings.get(name, 0)) for name in names)
+    rounds = max(int(drafted > 0), tokens - 1 - accepted)
+    counts = checked(RequestCounts(rounds, drafted, accepted), "the response of llama-server")
+    if accepted > max(0, tokens - 1):
+        raise UserError(
+            f"llama-server's response has {accepted} accepted tokens in an answer of {tokens}: take another version"
+        )
+    return counts
 
 
 def complete(

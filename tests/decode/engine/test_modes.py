@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.base import Draft
 from decode.engine import engine as engines
 from decode.engine.engine import SpeculativeEngine, pick_mode
-from eval.benchmark.simulated_draft import SimulatedDraft, simulated_names
-from tests.tiny import VOCAB, tiny_model, tiny_target
+from tests.tiny import tiny_model, tiny_target
 
 
 def target(device: str = "cuda", can_compile: bool = True) -> Any:
@@ -71,10 +69,3 @@ def test_auto_on_a_cpu_is_eager(capsys: pytest.CaptureFixture[str]) -> None:
     assert pick_mode("auto", target("cpu"), [None, EAGLE]) == "eager"
     assert SpeculativeEngine(tiny_target(tiny_model("llama")), mode="auto").mode == "eager"
     assert capsys.readouterr().err == ""
-
-
-def test_a_simulated_draft_is_never_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches answers that the host looks up in rounds that a graph replays."""
-    monkeypatch.setattr(engines, "has_triton", lambda: True)
-    drafts: list[Draft | None] = [None, SimulatedDraft([0.5], VOCAB)]
-    assert pick_mode("auto", target(), drafts, simulated_names(drafts)) == "eager"

@@ -243,14 +243,13 @@ def test_the_command_with_vllm(
     assert json.loads((tmp_path / "asked").read_text())["max_new_tokens"] == 6
 
 
-def response(x: RequestCounts, tokens: int) -> dict[str, Any]:
-    """What vLLM logs of a prompt."""
-    assert x.rounds is not None
+def kept(x: RequestCounts, tokens: int) -> dict[str, Any]:
+    """A line of what an engine accepted of a prompt."""
     at = [x.rounds, *x.accepted_at, 0]
-    counts = {"num_spec_steps": x.rounds, "num_draft_tokens": 3 * x.rounds}
-    counts |= {"num_accepted_draft_tokens": x.accepted}
-    found = {**counts, "acceptance_histogram": [at[i] - at[i + 1] for i in range(4)]}
-    return {"usage": {"prompt_tokens": tokens}, "metrics": {"speculative_decoding": found}}
+    rounds = [
+        [3, accepted] for accepted in range(4) for _ in range(at[accepted] - at[accepted + 1])
+    ]
+    return {"prompt_ids": [0] * tokens, "rounds": rounds}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_the_command_with_a_log(
     bundled: tuple[list[RequestCounts], list[int]], tmp_path: Path, capsys: Capture,
 ) -> None:  # fmt: skip
     """Catches a log that is compared although its prompts are others, and one whose counts are misread."""
-    lines = [response(x, n) for x, n in zip(bundled[0], change(bundled[1]), strict=True)]
+    lines = [kept(x, n) for x, n in zip(bundled[0], change(bundled[1]), strict=True)]
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     audit.main(settings(tmp_path, served=str(log)))
@@ -270,5 +269,5 @@ def test_the_command_with_a_log(
     one = settings(
         tmp_path, served=str(log), tasks=[Task("code", limit=1)], out=str(tmp_path / "o2")
     )
-    with pytest.raises(UserError, match="2 responses and there are 1 prompts"):
+    with pytest.raises(UserError, match="2 answers and there are 1 prompts"):
         audit.main(one)

@@ -1,4 +1,4 @@
-"""Small logs of each engine, with figures worked out by hand, and misreadings that the figures must show."""
+"""Small dumps of each engine and outputs of ours, with figures worked out by hand, and damage that must be seen."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,8 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.serving.log_counts import EngineLog, RequestCounts, by_position
-from decode.serving.logs import read_log
 from eval import rescore
+from eval.served.logs import read_log
 from eval.served.scoring import compare, match_prompts, score
 from tests.worlds import ROOT
 
@@ -39,28 +39,6 @@ def near(values: dict[str, F] | list[F]) -> Any:
 # ---- figures by hand ----
 
 
-def test_vllm_responses() -> None:
-    """43 + 10 + 10 rounds, 10 + 17 + 21 accepted of 129 + 30 + 28 drafted. The third request drafted 2 tokens in two
-    rounds, which therefore did not reach position 3: reached 43 4 3, 10 8 5, 10 8 7."""
-    found = scored("vllm.jsonl")
-    assert (found["engine"], found["requests"]) == ("vllm", 3)
-    assert figures(found) == near(
-        {"tau": F(63 + 48, 63), "alpha": F(48, 98), "acceptance_rate": F(48, 187)}
-    )
-    wanted = {
-        "tau": (F(53, 43) + F(27, 10) + F(31, 10)) / 3,
-        "alpha": (F(10, 50) + F(17, 23) + F(21, 25)) / 3,
-        "acceptance_rate": (F(10, 129) + F(17, 30) + F(21, 28)) / 3,
-    }
-    assert figures(found, "mean_of_requests") == near(wanted)
-    assert positions(found, "unconditional") == near([F(20, 63), F(16, 63), F(12, 63)])
-    assert positions(found, "alpha") == near([F(20, 63), F(16, 20), F(12, 15)])
-    # what vLLM prints for each request, averaged, is the mean of requests
-    assert found["engine_mean_length"] == pytest.approx(found["tau"]["mean_of_requests"])
-    low, high = found["tau"]["ci"]
-    assert 53 / 43 - 1e-9 <= low < found["tau"]["pooled"] < high <= 3.1 + 1e-9
-
-
 def test_vllm_dumps_and_their_difference() -> None:
     """1,200 − 1,000 drafts of 3, 1,770 − 1,500 accepted: 140, 80 and 50 by position, summed over two engines."""
     whole = scored("vllm_after.txt")
@@ -74,19 +52,6 @@ def test_vllm_dumps_and_their_difference() -> None:
     assert found["requests"] is found["tau"]["ci"] is found["tau"]["mean_of_requests"] is None
 
 
-def test_sglang_responses() -> None:
-    """20 + 10 steps, 30 + 6 accepted of 60 + 30 drafts, under new and old names; the third answer ended in prefill.
-    SGLang's own lengths, 51/20 and 17/10, count prefill's token."""
-    found = scored("sglang.jsonl")
-    assert (found["engine"], found["requests"]) == ("sglang", 3)
-    assert figures(found) == near(
-        {"tau": F(66, 30), "alpha": F(36, 45 + 16), "acceptance_rate": F(36, 90)}
-    )
-    assert found["tau"]["mean_of_requests"] == pytest.approx((50 / 20 + 16 / 10) / 2)
-    assert found["engine_mean_length"] == pytest.approx((51 / 20 + 17 / 10) / 2)
-    assert positions(found, "alpha") == near([F(19, 30), F(12, 19), F(5, 12)])
-
-
 def test_sglang_dump() -> None:
     """5,000 tokens of 40 requests in 1,800 steps: 4,960 after prefill. The gauge of the last interval stands apart."""
     found = scored("sglang_metrics.txt")
@@ -95,28 +60,14 @@ def test_sglang_dump() -> None:
     assert found["gauges"]["sglang:spec_accept_length"] == 2.9
 
 
-def test_llamacpp_responses() -> None:
-    """200 − 1 − 65 and 16 − 1 − 9 passes, and 4 passes of an answer without drafts. The first line's timings are real
-    (ggml-org/llama.cpp, pull request 12603)."""
-    found = scored("llamacpp.jsonl")
-    assert (found["engine"], found["by_position"]) == ("llamacpp", [])
-    assert figures(found) == near({"tau": F(199 + 15 + 4, 134 + 6 + 4), "acceptance_rate": F(74, 359)})  # fmt: skip
-    tau, rate = (F(199, 134) + F(15, 6) + F(4, 4)) / 3, (F(65, 347) + F(9, 12)) / 2
-    assert figures(found, "mean_of_requests") == near({"tau": tau, "acceptance_rate": rate})
-
-
 def test_a_real_llama_server() -> None:
-    """Two answers of 20 tokens with K = 4, and its /metrics after them. 5 and 12 accepted leave 14 and 7 passes. The
-    last pass of the first had no room for a draft, so 20 of them drafted: 11 · 4 + 2 + 1 and 6 · 4 + 1 tokens. Its log
-    said mean lengths of 1.38 = 1 + 5 ÷ 13 and 2.71 = 1 + 12 ÷ 7."""
-    found = scored("llamacpp_real.jsonl")
-    assert found["counts"] == {"rounds": 21, "drafted": 44 + 3 + 24 + 1, "accepted": 17}
-    assert figures(found) == near({"tau": F(38, 21), "acceptance_rate": F(17, 72)})
-    dump = scored("llamacpp_metrics.txt")
-    assert dump["engine"] == "llamacpp"
-    assert dump["counts"] == found["counts"] | {"rounds": 13 + 7}
-    assert positions(dump, "unconditional") == near([F(12, 20), F(5, 20), F(0), F(0)])
-    assert positions(dump, "alpha") == [None] * 4  # rounds drafted 1 to 4 tokens
+    """Two answers of 20 tokens with K = 4, of which 5 and 12 drafted tokens were accepted. 20 passes drafted: 11 · 4 +
+    2 + 1 and 6 · 4 + 1 tokens. The server's log said mean lengths of 1.38 = 1 + 5 ÷ 13 and 2.71 = 1 + 12 ÷ 7."""
+    found = scored("llamacpp_metrics.txt")
+    assert found["engine"] == "llamacpp"
+    assert found["counts"] == {"rounds": 13 + 7, "drafted": 44 + 3 + 24 + 1, "accepted": 17}
+    assert positions(found, "unconditional") == near([F(12, 20), F(5, 20), F(0), F(0)])
+    assert positions(found, "alpha") == [None] * 4  # rounds drafted 1 to 4 tokens
 
 
 def outputs(rounds: list[list[int]], **other: Any) -> str:
@@ -147,17 +98,6 @@ def test_rounds_of_several_lengths() -> None:
 # ---- damage ----
 
 
-def changed(name: str, path: list[str], **values: Any) -> str:
-    """The first line of a log with other values in the object at `path`."""
-    line = json.loads((LOGS / name).read_text().splitlines()[0])
-    inner = line
-    for key in path:
-        inner = inner[key]
-    inner.update(values)
-    return json.dumps(line) + "\n"
-
-
-SPEC = ["metrics", "speculative_decoding"]
 DUMP = (LOGS / "vllm_after.txt").read_text().replace("num_drafts_", "num_X_")
 DUMP = DUMP.replace("num_draft_tokens_", "num_drafts_")  # with num_X_ for num_draft_tokens_
 
@@ -165,29 +105,18 @@ DUMP = DUMP.replace("num_draft_tokens_", "num_drafts_")  # with num_X_ for num_d
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (changed("vllm.jsonl", SPEC, num_accepted_draft_tokens=53), "do not fit together"),
-        (changed("vllm.jsonl", SPEC, num_draft_tokens=43, num_spec_steps=129), "129 steps"),
-        (changed("vllm.jsonl", SPEC, num_draft_tokens="many"), "'many', not a count"),
-        (changed("vllm.jsonl", SPEC, acceptance_histogram=[39, 1.5]), "'1.5', not a count"),
-        (changed("vllm.jsonl", ["metrics"], speculative_decoding=None), "--per-request-spec"),
-        (changed("sglang.jsonl", ["meta_info"], spec_num_correct_drafts=50), "fit together"),
-        (changed("sglang.jsonl", ["meta_info"], spec_verify_ct=60), "60 steps"),
-        (changed("sglang.jsonl", ["meta_info"], spec_num_correct_drafts=None), "spec_num_correct"),
-        (changed("llamacpp.jsonl", ["timings"], draft_n=65, draft_n_accepted=347), "fit together"),
-        (changed("llamacpp.jsonl", ["timings"], predicted_n=True), "predicted_n"),
-        ((LOGS / "llamacpp.jsonl").read_text().splitlines()[2], "speculative decoding was off"),
-        ('{"choices": []}\n', "neither metrics (vLLM), meta_info (SGLang) nor timings"),
-        ("", "is empty"),
+        (outputs([[0, 0]]), "no answer drafted a token"),
+        ("", "neither outputs.jsonl nor"),
         ('{"text": "abc', "log:1"),
-        ("a table\nof numbers\n", "no log of vLLM, SGLang or llama.cpp"),
+        ("a table\nof numbers\n", "a /metrics dump of vLLM, SGLang or llama.cpp"),
         (DUMP.replace("num_X_", "num_draft_tokens_"), "1200 drafted tokens in 3600 rounds"),
         ("vllm:a 1\nsome text\n", "log:2 is no line of a /metrics dump"),
         ("vllm:num_requests_running 3\n", "has no vllm:spec_decode_num_drafts"),
         ("sglang:spec_verify_calls_total 9\n", "has no sglang:generation_tokens"),
         (outputs([[4, 5]]), "its rounds are [drafted, accepted]"),
         (outputs([[4, 2]]) + outputs([[4, 2]], method="eagle3"), "lines of causal and eagle3"),
-        ("[]\n", "has no response"),
-        ("[3]\n", "is no response"),
+        ("[]\n", "neither outputs.jsonl nor"),
+        ('{"choices": []}\n', "no line of outputs.jsonl"),
     ],
 )
 def test_bad_logs_end_with_one_line(content: str, says: str, tmp_path: Path) -> None:
@@ -200,28 +129,27 @@ def test_bad_logs_end_with_one_line(content: str, says: str, tmp_path: Path) -> 
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_format_says_what_is_missing(tmp_path: Path) -> None:
-    """Catches a KeyError, and the difference of dumps in the wrong order or of a server that was started again."""
-    with pytest.raises(UserError, match="has no timings: log what llama-server answers"):
-        read_log(str(LOGS / "vllm.jsonl"), "llamacpp")
+def test_dumps_are_of_one_run_and_in_their_order(tmp_path: Path) -> None:
+    """Catches the difference of dumps in the wrong order or of a server that was started again."""
     with pytest.raises(
         UserError, match="num_drafts is lower in .*vllm_before.txt than in the dump"
     ):
         read_log(str(LOGS / "vllm_before.txt"), before=str(LOGS / "vllm_after.txt"))
+    (tmp_path / "log").write_text(outputs([[4, 2]]))
     with pytest.raises(UserError, match="--before is for /metrics dumps"):
-        read_log(str(LOGS / "vllm.jsonl"), before=str(LOGS / "vllm_before.txt"))
+        read_log(str(tmp_path / "log"), before=str(LOGS / "vllm_before.txt"))
 
 
 # ---- two logs ----
 
 
-def log(counts: list[tuple[int, int]], name: str = "a", prompts: str = "") -> EngineLog:
+def log(counts: list[tuple[int, int]], name: str = "a", prompts: str = "p") -> EngineLog:
     """A log of requests of (rounds, accepted) with 4 drafts a round."""
     requests = [
-        RequestCounts(rounds, 4 * rounds, accepted, prompt=prompts and f"{prompts}{i}")
+        RequestCounts(rounds, 4 * rounds, accepted, prompt=f"{prompts}{i}")
         for i, (rounds, accepted) in enumerate(counts)
     ]
-    return EngineLog(name, "vllm", requests)
+    return EngineLog(name, "draftsmith", requests)
 
 
 def test_the_mean_of_requests_can_say_the_opposite() -> None:
@@ -275,23 +203,15 @@ def test_few_prompts_show_nothing() -> None:
     assert "the same: the difference is 0" in same.verdict
 
 
-def test_prompts_are_matched_by_name_or_by_order() -> None:
+def test_prompts_are_matched_by_name() -> None:
     """Catches pairs of different prompts, which make a paired test meaningless."""
-    a, b = log([(10, 1), (10, 2)], prompts="p"), log([(10, 3), (10, 4)], "b", "p")
+    a, b = log([(10, 1), (10, 2)]), log([(10, 3), (10, 4)], "b")
     turned = replace(b, requests=b.requests[::-1])
     assert match_prompts(a, turned)[1] == b.requests
     with pytest.raises(UserError, match="4 prompts are in one of a and b alone"):
         match_prompts(a, log([(10, 3), (10, 4)], "b", "q"))
     with pytest.raises(UserError, match="a prompt twice"):
         match_prompts(a, replace(b, requests=[b.requests[0]] * 2))
-    with pytest.raises(UserError, match="a has 2 requests and b 1"):
-        match_prompts(log([(10, 1)] * 2), log([(10, 1)], "b"))
-    lengths = [
-        replace(x, requests=[replace(r, prompt_tokens=n) for r in x.requests])
-        for x, n in ((log([(10, 1)]), 5), (log([(10, 1)], "b"), 6))
-    ]
-    with pytest.raises(UserError, match="request 1 has 5 prompt tokens in a and 6 in b"):
-        match_prompts(*lengths)
     with pytest.raises(UserError, match="totals of a server"):
         match_prompts(a, read_log(str(LOGS / "vllm_after.txt")))
 
@@ -302,15 +222,30 @@ def test_prompts_are_matched_by_name_or_by_order() -> None:
 def test_the_command_prints_both_figures_and_writes_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One log of vLLM and one of SGLang, whose prompts have the same lengths."""
-    out = tmp_path / "out.json"
-    one, other = str(LOGS / "vllm.jsonl"), str(LOGS / "sglang.jsonl")
-    rescore.main(rescore.RescoreConfig(one, other, json=str(out)))
+    out, files = tmp_path / "out.json", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, rounds in zip(
+        files, ([[[4, 1]] * 9, [[4, 4]]], [[[4, 0]] * 9, [[4, 4]]]), strict=True
+    ):
+        file.write_text("".join(outputs(x, id=str(i)) for i, x in enumerate(rounds)))
+    rescore.main(rescore.RescoreConfig(*map(str, files), json=str(out)))
     text = capsys.readouterr().out
-    for shown in ("pooled [95 %]", "mean of requests [95 %]", "1.762", "2.344", "0.490", "2.200"):
+    for shown in ("pooled [95 %]", "mean of requests [95 %]", "2.300", "3.500", "1.400", "3.000"):
         assert shown in text
-    assert "/metrics give pooled figures" in text
-    assert "3 prompts are too few to tell these two numbers apart: the difference is -0.438" in text
+    assert "report.json has τ cut at the end of answers" in text
+    assert "2 prompts are too few to tell these two numbers apart: the difference is 0.900" in text
     result = json.loads(out.read_text())
-    assert [x["engine"] for x in result["logs"]] == ["vllm", "sglang"]
-    assert result["comparison"]["differences"]["tau"]["difference"] == pytest.approx(111 / 63 - 2.2)
+    assert [x["engine"] for x in result["logs"]] == ["draftsmith", "draftsmith"]
+    assert result["comparison"]["differences"]["tau"]["difference"] == pytest.approx(0.9)
+
+
+def test_the_command_prints_what_a_dump_cannot_give_as_a_dash(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches a gauge of the last interval among the figures of the run."""
+    rescore.main(rescore.RescoreConfig(str(LOGS / "sglang_metrics.txt")))
+    lines = capsys.readouterr().out.splitlines()
+    (gauge,) = (line for line in lines if "sglang:spec_accept_length" in line)
+    assert "last interval" in gauge
+    assert "2.900" in gauge
+    (alpha,) = (line for line in lines if "α" in line)
+    assert "–" in alpha

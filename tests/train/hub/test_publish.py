@@ -243,44 +243,6 @@ def test_settings_of_another_draft_are_refused(
     assert message in done.error()
 
 
-def test_the_profile_is_of_the_published_draft(tmp_path: Path) -> None:
-    """Catches the profile of a faster method in the report, a local path, and a folder's name for the repository's."""
-    folder = drafts.draft(tmp_path / "d")
-    sha = drafts.sha_of(folder)
-    measured = {
-        "family": "eagle3", "histogram": [4, 3, 2, 0, 1], "unconditional_by_position": [0.5] * 4,
-        "unconditional_by_position_ci": [[0.1, 0.9]] * 4,
-        "mean_accept_length": {"pooled": 2.1, "ci": [1.2, 2.9], "per_request": 2.2, "per_request_ci": None},
-        "draft": f"{tmp_path}/d", "k": 4,
-    }  # fmt: skip
-    report = drafts.report(sha, drafts.entry("c" * 64, "faster", speedup=9.0))
-    report["methods"] = [{**m, **measured} for m in report["methods"]]
-    out = made(tmp_path, folder, report=report)
-    profile = json.loads((out / "speculation_profile.json").read_text())
-    assert profile["draft_checkpoint"] == {"name": "me/x", "sha256": sha}
-    assert (profile["name"], profile["method"]) == ("eagle3", "eagle3")
-    assert profile["marginal_accept_rates"] == [0.6, 0.3, 0.1, 0.1]
-    assert profile["mean_accept_length"] == 2.1
-    assert profile["per_category"].keys() == {"code", "prose"}
-    assert profile["other_profiles"] == []
-    assert str(tmp_path) not in (out / "speculation_profile.json").read_text()
-
-
-def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
-    """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
-    folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
-    words = ("--draft", folder, "--repo", "me/x", "--out", out, "--forecast", path)
-    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": []}))
-    worlds.call(COMMAND, *words).ok()
-    card = (out / "README.md").read_text()
-    assert card.count("| all | 1.60 [1.25, 1.75] | 1.70 [1.25, 1.75] |") == 2
-    assert "7.1" not in card
-    assert "`forecast.json`" in card
-    assert "schedules" not in json.loads((out / "forecast.json").read_text())
-    path.write_text(json.dumps(drafts.forecast("0" * 64)))
-    assert "run eval/forecast.py on it" in worlds.call(COMMAND, *words).error()
-
-
 def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
     """Catches a refusal of typical acceptance, which says that it changes the output."""
     folder = drafts.draft(tmp_path / "d")
@@ -292,7 +254,7 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
 
 
 CITED = (
-    "report.json", "tuned.json", "referee.json", "forecast.json", "images/speedup-t0-b1.svg",
+    "report.json", "tuned.json", "referee.json", "images/speedup-t0-b1.svg",
     "serving/vllm.sh", "serving/trtllm.yml", "serving/triton/draftsmith_eagle3/1/model.json",
 )  # fmt: skip
 
@@ -314,7 +276,7 @@ def test_every_file_that_the_card_cites_is_there(
 
     found = {
         "report": drafts.report(sha), "referee": drafts.referee(sha),
-        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}), "forecast": drafts.forecast(sha),
+        "tuned": drafts.tuned(sha, {"all": 3, "code": 6}),
     }  # fmt: skip
     if lost is None:
         assert set(CITED) <= files_of(made(tmp_path, folder, **found))

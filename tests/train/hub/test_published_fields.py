@@ -19,7 +19,6 @@ from decode.common.published import PRIVATE, Name, Private, Word, published
 from decode.common.ranges import OneOf
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import arms_of, fields_of
-from eval.results.speculation_profile import SpeculationProfile
 from tests import drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
@@ -38,7 +37,6 @@ PUBLISHED: dict[str, Any] = {
     **{
         f"{field.name}.json": arms_of(field.keys[field.name])[0][0] for field in fields_of(Evidence)
     },
-    "speculation_profile.json": SpeculationProfile,
     "manifest.json": Manifest,
 }
 LEFT_OUT = (
@@ -224,7 +222,6 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
     (folder / f"{MARKED['GitHub']}.txt").write_text("x")
     save_file({"a": torch.ones(1)}, folder / f"model-{MARKED['GitHub']}.safetensors")
     sha = facts["draft_sha256"]
-    rules = [{"engine": x, "rule": x, "setting": x} for x in extra.values()]
     report = drafts.report(sha) | extra | {"settings": "\n".join(SECRETS.values())}
     for entry in report["methods"]:
         entry |= extra
@@ -234,7 +231,6 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
             report=report,
             referee=drafts.referee(sha) | extra,
             tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
-            forecast=drafts.forecast(sha) | extra | {"costs": extra, "engines": rules},
         ),
         "me/x",
         HubLabels(),

@@ -35,8 +35,6 @@ class StandIn:
     """Each answer takes so long."""
     after: Callable[[int], None] = lambda count: None
     """Called after each answer with their number."""
-    timings: dict[str, int] | None = None
-    """What llama-server says of the drafts of each answer."""
 
     def __post_init__(self) -> None:
         self.tokenizer = worlds.byte_tokenizer()
@@ -72,8 +70,7 @@ class StandIn:
         elif self.lists == "tokens" and "logprobs" in body:
             choice |= {"logprobs": {"tokens": [self.tokenizer.decode([i]) for i in ids]}}
         usage = {} if self.lists == "nothing" else {"usage": {"completion_tokens": len(ids)}}
-        timings = {} if self.timings is None else {"timings": self.timings}
-        return {"object": "text_completion", "choices": [choice], **usage, **timings}
+        return {"object": "text_completion", "choices": [choice], **usage}
 
 
 class Handler(BaseHTTPRequestHandler):
