@@ -14,12 +14,11 @@ from decode.common.target_settings import ConstraintConfig
 from decode.common.template_choice import with_template
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_target
-from decode.drafts.adaptive import AdaptiveConfig
 from decode.drafts.registry import pick_draft
 from decode.drafts.settings import GenerateConfig, SwiftConfig
 from decode.drafts.swift import open_search
 from decode.engine.active_request import check_draft_length
-from decode.engine.composing import add_lookup, make_adaptive, make_mirror
+from decode.engine.composing import add_confidence, add_lookup, make_mirror
 from decode.engine.engine import pick_mode, speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
@@ -106,8 +105,8 @@ def generate(s: GenerateConfig) -> None:
     )
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
-    if s.adaptive:
-        draft = make_adaptive(draft, AdaptiveConfig(s.adaptive, s.confidence))
+    if s.confidence:
+        draft = add_confidence(draft, s.confidence)
     if s.mirror.exit_layer:
         draft = make_mirror(draft, s.mirror, target)
     matcher = build_matcher(ConstraintConfig(s.json_schema, s.regex, s.grammar), target)

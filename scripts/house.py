@@ -28,7 +28,7 @@ OTHER_SUFFIXES = (".j2", ".yaml", ".sh")
 UNTYPED = r"(?:dict|Mapping)\[str, Any\]|Report(?:Entry)?\b = dict"
 ALIAS = re.compile(r"^(\w+)(?:: TypeAlias)? = (?:dict|Mapping)\[str, Any\]", re.MULTILINE)
 TREE_REFUSALS = r"give it no tree|drafts chains only|drafts trees, wh"
-DRAFT_CLASSES = r"isinstance\([^)]*(?:Adaptive|Mirror|Simulated|CrossDevice|Causal)Draft"
+DRAFT_CLASSES = r"isinstance\([^)]*(?:Confident|Mirror|CrossDevice|Causal)Draft"
 SETTINGS_CLASS = re.compile(r"(?:Config|Settings|Choice|Spec)$")
 
 Sources = dict[str, str]

@@ -317,7 +317,7 @@ METHODS: list[dict[str, Any]] = [
     {"name": "causal-tree", "draft": "causal", "tree": TREE},
     {"name": "causal-paths", "draft": "causal", "tree": PATHS},
     {"name": "causal-lookup", "draft": "causal", "lookup": "suffix", "min_match": 1},
-    {"name": "causal-confidence", "draft": "causal", "adaptive": "confidence"},
+    {"name": "causal-confidence", "draft": "causal", "confidence": 0.3},
     {"name": "causal-mirror", "draft": "causal", "mirror": {"exit_layer": 2, "overlap": False}},
     {"name": "causal-block", "draft": "causal", "rule": "block"},
     {"name": "causal-typical", "draft": "causal", "rule": "typical"},
@@ -325,7 +325,6 @@ METHODS: list[dict[str, Any]] = [
     {"name": "medusa-paths", "draft": "medusa", "tree": PATHS},
     {"name": "eagle1-tree", "draft": "eagle1", "tree": TREE},
     {"name": "eagle3-tree", "draft": "eagle3", "tree": TREE},
-    {"name": "eagle3-adaptive", "draft": "eagle3", "adaptive": "acceptance", "round_ms": [1, 2, 3, 4]},
     {"name": "dflash-tree", "draft": "dflash", "tree": TREE},
     {"name": "dspark-paths", "draft": "dspark", "tree": PATHS},
     {"name": "layerskip-tree", "draft": "layerskip", "tree": TREE},
@@ -395,7 +394,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ADDED: dict[str, dict[str, Any]] = {
     "tree": {"tree": TreeConfig(**TREE)}, "lookup": {"lookup": "ngram"},
-    "adaptive": {"adaptive": "confidence"}, "mirror": {"mirror": MirrorConfig(2, overlap=False)},
+    "confidence": {"confidence": 0.3}, "mirror": {"mirror": MirrorConfig(2, overlap=False)},
     "constraint": {},
 }  # fmt: skip
 MODES: tuple[Literal["eager", "compiled", "graph"], ...] = ("eager", "compiled", "graph")
@@ -444,7 +443,7 @@ def refusal(lab: Lab, target: Target, s: EvalConfig) -> str:
 
 @pytest.mark.parametrize("kind", quick_first(KINDS, "causal", "eagle3", "dspark"))
 def test_the_same_combinations_are_refused(lab: Lab, target: Target, kind: str) -> None:
-    """Every draft with every set of tree, lookup, adaptive, mirror and constraint, in each mode: one line a set."""
+    """Every draft with every set of tree, lookup, confidence, mirror and constraint, in each mode: one line a set."""
     pytest.importorskip("llguidance")
     rows, reasons = [], set()
     for names, method in sets_of(kind):

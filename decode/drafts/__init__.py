@@ -11,10 +11,9 @@ mtp            native multi-token prediction layers
 early_exit     the target's first layers, as they are or with a trained exit adapter
 swift          the target without some sub-layers; swift_search looks for these
 lookup         drafts without a model: prompt lookup, SuffixDecoding on a suffix_tree, tokens that a grammar forces
-adaptive       chains whose length follows the draft's confidence or a row's acceptance, for any draft of chains
 mirror         chains of a small LM that are drafted while the target verifies (Mirror-SD), on branches
 settings       what commands can be told of these drafts; decode/generate.py's own settings
-wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded
+wrappers       drafts on another device, with a lookup in front, with chains that end by confidence, with a record
 
 May import decode.common, decode.model, decode.verification, decode.constraints and decode.checkpoints.
 """

@@ -118,8 +118,6 @@ class Draft:
     name: str
     on_host: bool = False
     """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
-    plans_rounds: bool = False
-    """What it decides on the host it decides in `plan_round`, so that its rounds can be captured although `on_host`."""
     may_be_empty: bool = False
     """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     aux_layers: HiddenStateSpec | None = None
@@ -201,19 +199,10 @@ class Draft:
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
 
-    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
-        """Runs before each round that a CUDA graph may replay, of a draft that `plans_rounds`. Returns the most tokens,
-        up to k, that any row drafts in it: rounds of equal numbers are one graph.
-
-        A replay runs no Python. So what `propose` does in some rounds only, such as reading the tokens of skipped
-        rounds, is done here, and numbers on the host become what `propose` leaves.
-        """
-        return k
-
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         """Runs before a `propose` that is compiled while the round is not: the numbers on the host that it reads become
-        ones of few, since there is compiled code for each."""
-        self.plan_round(history, length, k)
+        ones of few, since there is compiled code for each. What `propose` does in some rounds only, such as reading the
+        tokens of skipped rounds, is done here."""
 
     def parts(self) -> list["Draft"]:
         """The drafts whose tensors a round uses: this one and those inside it."""

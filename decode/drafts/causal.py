@@ -146,19 +146,13 @@ class CausalDraft(LanguageModelDraft):
             self._read_committed(history, length, k)
         self.unread += k + 1
 
-    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
-        """Reads the tokens of skipped rounds, so that the first step of `propose` has its usual number."""
-        if self.unread > 0:
-            self._read_committed(history, length, k)
-        return k
-
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         """An eager pass takes several times as long as compiled code, which reads LATE tokens more where that is
         enough, some of them again."""
         if 0 < self.unread <= LATE and int(length.min()) > LATE + 2:
             self.unread = LATE
-        else:
-            self.plan_round(history, length, k)
+        elif self.unread > 0:
+            self._read_committed(history, length, k)
 
     def on_replaced(self, k: int) -> None:
         """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""

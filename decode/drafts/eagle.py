@@ -103,9 +103,8 @@ class CachedHead(Draft):
             self.unread = 0
         self.unread += k + 1
 
-    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
+    def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         self.unread = k + 1
-        return k
 
     def on_replaced(self, k: int) -> None:
         self.unread = k + 1

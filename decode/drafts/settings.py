@@ -14,15 +14,12 @@ from decode.common.ranges import (
     MatchLength,
     Seed,
     Share,
-    above,
     at_least,
 )
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
 from decode.common.template_choice import TrainedTemplate
 
-CONFIDENCE = 0.3
 """Default of the setting `confidence` of drafts whose length adapts."""
-Milliseconds = Annotated[float, above(0)]
 MAX_BRANCHES = 16
 
 
@@ -97,11 +94,9 @@ class GenerateConfig(PlacedTargetSettings):
     dtype. It never changes the output."""
     k: DraftLength = 4
     """Tokens drafted per round."""
-    adaptive: str = ""
-    """Draft at most `k`: `confidence` stops where the draft is unsure, `acceptance` takes the fastest length for what
-    was accepted so far, `both`; empty: always `k`."""
-    confidence: Share = CONFIDENCE
-    """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
+    confidence: Share = 0.0
+    """Draft fewer than `k` where the draft is unsure: a chain ends where the product of its tokens' probabilities falls
+    below this, such as 0.3. 0: always `k`."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
     """Drafting while the target verifies; --mirror.exit_layer switches it on."""
     max_new_tokens: Count = 128

@@ -1,5 +1,5 @@
-"""Drafts that wrap another draft: to record its proposals, to run it on another device than the target, or to ask it
-only where a lookup finds nothing to copy.
+"""Drafts that wrap another draft: to record its proposals, to run it on another device than the target, to end its
+chains where it is unsure, or to ask it only where a lookup finds nothing to copy.
 """
 
 from contextlib import AbstractContextManager
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts.base import (
+    ChainStop,
     Draft,
     DraftContext,
     Proposal,
@@ -68,9 +69,6 @@ class DraftWrapper(Draft):
 
     def skip(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.skip(history, length, k)
-
-    def plan_round(self, history: Tensor, length: Tensor, k: int) -> int:
-        return self.inner.plan_round(history, length, k)
 
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.plan_compiled_round(history, length, k)
@@ -150,6 +148,45 @@ class CrossDeviceDraft(DraftWrapper):
             TreeNodes(*(x.to(self.target_device) for x in parts)),
             tree.levels,
         )
+
+
+class ConfidentDraft(DraftWrapper):
+    """`inner`, whose chains have at most K tokens: one ends behind the token with which the product of its tokens'
+    probabilities falls below `confidence`.
+
+    That token stays drafted, so the distribution of the output is as it was. The host reads each proposal: CUDA graphs
+    are refused. A lookup belongs inside, not in front.
+    """
+
+    def __init__(self, inner: Draft, confidence: float):
+        super().__init__(inner)
+        self.on_host = self.may_be_empty = True
+        self.confidence = confidence
+
+    def begin_batch(self, request: DraftContext) -> None:
+        """UserError for trees and under grammars, whose forced tokens would count as its own."""
+        if self.shape is not None or self.inner.shape is not None:
+            raise UserError(f"draft {self.name!r} ends chains by confidence: give it no tree")
+        if request.constraint is not None:
+            raise UserError(
+                f"draft {self.name!r} ends chains by confidence, which no grammar goes with yet: drop `confidence`"
+            )
+        self.stop = ChainStop([request.k] * request.rows, path=self.confidence)
+        self.running: set[int] = set()  # rows that have committed since the last proposal
+        self.inner.begin_batch(replace(request, stop=self.stop))
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        self.running.add(row)
+        self.inner.on_commit(row, tokens)
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        """Rows that have ended, which the engine still asks for, draft nothing and hold up no other row."""
+        self.stop.limit[:] = [k if row in self.running else 0 for row in range(len(length))]
+        self.running = set()
+        proposal = self.inner.propose(history, length, k)
+        if proposal.tree is not None:
+            raise UserError(f"draft {self.name!r} drafts trees, which confidence does not end")
+        return proposal
 
 
 class TwoSourceDraft(DraftWrapper):

@@ -4,7 +4,7 @@ engine       `SpeculativeEngine`: prompts to rows, rounds, refilling; `speculate
 round        one round on the device: propose, with the tokens that a grammar forces, verify in one pass of the target,
              accept, commit; its bytes beside weights and KV cache
 memory       the rows that a GPU has memory for; how many prompts are prefilled together there
-composing    drafts with a lookup in front, of adaptive length, or beside the target's pass
+composing    drafts with a lookup in front, ended by confidence, or beside the target's pass
 active_request  a request's length and end on the host; checks of prompts
 records      what a round did to one prompt, and the record of a whole request
 text_stream  the text of an answer while its tokens arrive: whole characters

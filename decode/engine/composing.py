@@ -1,11 +1,10 @@
-"""Drafts composed of others: a lookup in front, chains of adaptive length, drafting beside the target's pass."""
+"""Drafts composed of others: a lookup in front, chains that end by confidence, drafting beside the target's pass."""
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
 from decode.drafts.registry import DRAFT_FAMILIES
-from decode.drafts.wrappers import TwoSourceDraft
+from decode.drafts.wrappers import ConfidentDraft, TwoSourceDraft
 from decode.model.loading import Target
 
 
@@ -22,22 +21,22 @@ def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target)
         raise UserError(
             f"draft {name!r} has no model for a lookup in front: give another or no lookup"
         )
-    if isinstance(draft, AdaptiveDraft):
-        raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
+    if isinstance(draft, ConfidentDraft):
+        raise UserError("a lookup belongs inside: add it to the draft before confidence")
     if isinstance(draft, MirrorDraft):
         raise UserError("mirror drafts before a lookup could look: give one of both")
     return TwoSourceDraft(lookups[lookup](min_match), draft, target.runner.vocab_size)
 
 
-def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:
-    """`draft` with chains of adaptive length. UserError for a draft without a model."""
+def add_confidence(draft: Draft | None, confidence: float) -> ConfidentDraft:
+    """`draft` with chains that end by confidence. UserError for a draft without a model."""
     name = "none" if draft is None else draft.name
     family = DRAFT_FAMILIES.get(name)
     if draft is None or (family is not None and family.create_lookup is not None):
-        raise UserError(f"draft {name!r} has no model whose passes adaptive could save: drop it")
+        raise UserError(f"draft {name!r} has no model whose passes confidence could save: drop it")
     if isinstance(draft, MirrorDraft):
-        raise UserError("mirror drafts chains of one length: give it no adaptive")
-    return AdaptiveDraft(draft, config)
+        raise UserError("mirror drafts chains of one length: give it no confidence")
+    return ConfidentDraft(draft, confidence)
 
 
 def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> MirrorDraft:

@@ -85,9 +85,8 @@ class SpeculativeEngine:
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles each new shape at its first round and is faster
     afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
     the same kernels as eager ones, without any compilation, and "graph" compiled ones; "auto" is what `pick_mode` says.
-    `k` may be set anew between
-    calls of `speculate`, and a draft may plan fewer tokens for a round (`Draft.plans_rounds`): a chain's graph of each
-    number is kept for as long as its buffers stay where they are.
+    `k` may be set anew between calls of `speculate`: a chain's graph of each number is kept for as long as its buffers
+    stay where they are.
     `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
@@ -440,9 +439,6 @@ class SpeculativeEngine:
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
         drafted = 0 if skip_draft else config.k
-        if self.draft is not None and self.draft.plans_rounds:
-            with torch.inference_mode():
-                drafted = self.draft.plan_round(state.history, state.length, config.k)
         changed = [state.history, state.length, state.done, self.rng.draws]
         if self.draft is not None:
             changed += self.draft.state_tensors()
@@ -616,12 +612,9 @@ def mode_refusal(mode: str, target: Target, draft: Draft | None) -> str | None:
             f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
             f"{target.name!r}"
         )
-    reads = draft is not None and draft.on_host and not draft.plans_rounds
+    reads = draft is not None and draft.on_host
     if mode in CAPTURED and (target.runner.device.type != "cuda" or reads):
-        return (
-            f"mode {mode} needs a CUDA device and a draft that proposes on it; adaptive lengths are for it by "
-            "acceptance alone"
-        )
+        return f"mode {mode} needs a CUDA device and a draft that proposes on it"
     if mode != "eager" and draft is not None and draft.eager_only:
         return f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
     return None

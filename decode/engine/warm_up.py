@@ -6,7 +6,6 @@ from itertools import islice
 
 from torch import Tensor
 
-from decode.drafts.adaptive import AdaptiveDraft
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.wrappers import DraftWrapper, TwoSourceDraft
 from decode.engine.engine import CAPTURED, SpeculativeEngine
@@ -50,8 +49,7 @@ def run_first_rounds(
     """Prefill and a few rounds of decoding these prompts, in buffers for `max_new_tokens`.
 
     Where compiled code drops the columns of a chain without any draft (`drop_empty_columns`), rounds with and without
-    drafts have different shapes. Both run then, whatever the draft finds in these prompts. Where a graph of rounds is
-    captured for each number of drafted tokens, all of them are.
+    drafts have different shapes. Both run then, whatever the draft finds in these prompts.
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
@@ -63,10 +61,6 @@ def run_first_rounds(
             engines.append(other)
     for one in engines:
         _run_rounds(one, prompts, max_new_tokens)
-    if engine.mode in CAPTURED and isinstance(draft, AdaptiveDraft):
-        for draft.fixed in range(engine.k + 1):
-            _run_rounds(engine, prompts, max_new_tokens)
-        draft.fixed = None
 
 
 def _run_rounds(engine: SpeculativeEngine, prompts: list[list[int]], max_new_tokens: int) -> None:

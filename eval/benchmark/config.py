@@ -7,7 +7,6 @@ from decode.common.ranges import MAX_DRAFT_LENGTH
 from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import is_constrained
 from decode.devices.choice import pick_device
-from decode.drafts.adaptive import AdaptiveConfig
 from decode.drafts.settings import SwiftConfig
 from decode.engine.engine import CAPTURED
 from decode.verification.registry import find_rule
@@ -17,11 +16,6 @@ from eval.tasks.dataset_specs import load_dataset_specs
 ENGINES = ("hf", "hf-assisted", "hf-lookup", "llamacpp", "vllm")
 
 
-def adaptive_config(m: MethodConfig) -> AdaptiveConfig | None:
-    """How the method adapts the length of chains; None: it does not. UserError for an unknown way."""
-    return AdaptiveConfig(m.adaptive, m.confidence, tuple(m.round_ms)) if m.adaptive else None
-
-
 def requested_engines(s: EvalConfig) -> list[str]:
     """The engines named in `compare`."""
     return [name.strip() for name in s.compare.split(",") if name.strip()]
@@ -29,7 +23,7 @@ def requested_engines(s: EvalConfig) -> list[str]:
 
 def is_plain_chain(m: MethodConfig) -> bool:
     """Whether other engines could draft so: no lookup in front, a fixed K, nothing beside the target."""
-    return not (m.lookup or m.adaptive or m.mirror.exit_layer)
+    return not (m.lookup or m.confidence or m.mirror.exit_layer)
 
 
 def served_gguf(s: EvalConfig) -> str:
@@ -86,8 +80,7 @@ def check(s: EvalConfig) -> None:
 
 
 def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:
-    find_rule(m.rule)  # raises UserError, as adaptive_config does
-    adaptive_config(m)
+    find_rule(m.rule)  # or a UserError
     captured, name, nodes = s.mode in CAPTURED, f"method {m.name!r}", len(m.tree.paths)
     tree, mirror = m.tree.nodes > 0, m.mirror.exit_layer > 0
     _refuse(
@@ -95,16 +88,14 @@ def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:
         (m.layers and m.draft, f"{name}: layers is for early-exit and swift, without a draft"),
         (m.lookup and captured,
          f"{name}: in mode {s.mode} the host cannot ask a lookup: choose eager or compiled"),
-        (m.adaptive and captured,
-         f"{name}: adaptive: in mode {s.mode} the host cannot end a chain: choose eager or compiled"),
-        (m.round_ms and m.adaptive in ("", "confidence"),
-         f"{name}: round_ms is for adaptive: acceptance or both"),
+        (m.confidence and captured,
+         f"{name}: confidence: in mode {s.mode} the host cannot end a chain: choose eager or compiled"),
         ((m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft),
          f"{name}: swift and state are for the method swift without a draft"),
-        (mirror and (m.adaptive or m.lookup or s.mode not in ("auto", "eager")),
-         f"{name}: mirror is for small language models alone and mode eager: drop adaptive, lookup and mode"),
-        (grammar and (m.adaptive or tree or m.tree.paths or mirror),
-         f"{name}: a grammar follows chains of K drafts: leave out adaptive, tree, mirror"),
+        (mirror and (m.confidence or m.lookup or s.mode not in ("auto", "eager")),
+         f"{name}: mirror is for small language models alone and mode eager: drop confidence, lookup and mode"),
+        (grammar and (m.confidence or tree or m.tree.paths or mirror),
+         f"{name}: a grammar follows chains of K drafts: leave out confidence, tree, mirror"),
     )  # fmt: skip
 
 

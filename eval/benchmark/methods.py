@@ -13,11 +13,10 @@ from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, lo
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
-from decode.engine.composing import add_lookup, make_adaptive, make_mirror
+from decode.engine.composing import add_confidence, add_lookup, make_mirror
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
-from eval.benchmark.config import adaptive_config
 from eval.results.report import AdaptiveRecord, LookupRecord, MirrorRecord, TreeRecord
 from eval.settings.evaluation import EvalConfig, MethodConfig, TreeConfig
 
@@ -31,8 +30,8 @@ class Method:
     k: int = 0  # tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding
     rule: str = "exact"  # verification rule (decode/verification/registry.py)
     shape: TreeShape = None  # token tree; None: a chain
-    adaptive: str = ""
-    """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
+    confidence: float = 0.0
+    """Where its chains end before K tokens (`MethodConfig.confidence`); 0: they do not."""
     layers: int = 0
     """First layers of the target that draft, where their number is tuned; 0: it is not."""
     mirror: MirrorConfig = MirrorConfig()
@@ -46,8 +45,8 @@ class Method:
             return f"{exit_}tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
         if isinstance(self.shape, StaticTree):
             return f"{exit_}static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
-        if self.adaptive:
-            return f"K up to {self.k} by {self.adaptive}"
+        if self.confidence:
+            return f"K up to {self.k} by confidence"
         if self.mirror.exit_layer:
             return f"{exit_}K = {self.k}, mirror at layer {self.mirror.exit_layer} with {self.mirror.branches} branches"
         return f"{exit_}K = {max(1, self.k)}"
@@ -77,7 +76,7 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
         if shape is not None and not drafts_trees(m):
             raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
         methods.append(
-            Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive, mirror=m.mirror)
+            Method(m.name, draft, depth, m.rule, draft.shape, m.confidence, mirror=m.mirror)
         )
     return methods
 
@@ -95,8 +94,7 @@ def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
         draft = add_lookup(draft, m.lookup, m.min_match, target)
     if m.mirror.exit_layer:
         return make_mirror(draft, m.mirror, target)
-    config = adaptive_config(m)
-    return draft if config is None else make_adaptive(draft, config)
+    return add_confidence(draft, m.confidence) if m.confidence else draft
 
 
 def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
@@ -128,7 +126,7 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 def drafts_trees(m: MethodConfig) -> bool:
     """Whether the method's drafts can propose trees: those of its family, if nothing changes their chains."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
-    return family.supports_trees and not m.lookup and not m.adaptive and not m.mirror.exit_layer
+    return family.supports_trees and not m.lookup and not m.confidence and not m.mirror.exit_layer
 
 
 def draft_checksums(methods: Sequence[MethodConfig]) -> dict[str, str | None]:
@@ -152,12 +150,11 @@ def describe_method(
 ) -> dict[str, Any]:
     """The fields of a MethodResult that say how the method drafts; `mirror` is what `measure_steps` found."""
     m = next((m for m in methods if m.name == method.name), MethodConfig(method.name))
-    confidence = None if m.adaptive == "acceptance" else m.confidence
     return {
         "name": method.name,
         "tree": describe_tree(method.shape),
         "lookup": LookupRecord(m.lookup, m.min_match) if m.lookup else None,
-        "adaptive": AdaptiveRecord(m.adaptive, confidence) if m.adaptive else None,
+        "adaptive": AdaptiveRecord("confidence", m.confidence) if m.confidence else None,
         "mirror": MirrorRecord(**asdict(method.mirror), **(mirror or {}))
         if method.mirror.exit_layer
         else None,

@@ -64,7 +64,7 @@ class LookupRecord:
 
 @dataclass(frozen=True)
 class AdaptiveRecord:
-    """What sets the length of chains; `confidence` is None where it has no part."""
+    """What ends chains before K tokens. Reports of earlier versions have other ways than confidence, and then None."""
 
     by: Word
     confidence: float | None

@@ -22,7 +22,7 @@ from decode.common.ranges import (
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import ConstraintConfig, PlacedTargetSettings, TargetSettings
 from decode.common.template_choice import TemplateSetting, TrainedTemplate
-from decode.drafts.settings import CONFIDENCE, Milliseconds, MirrorConfig, SwiftConfig
+from decode.drafts.settings import MirrorConfig, SwiftConfig
 
 
 @dataclass
@@ -91,13 +91,9 @@ class MethodConfig:
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
-    adaptive: str = ""
-    """Draft at most `k`: `confidence` stops where the draft is unsure, `acceptance` takes the fastest length for what
-    was accepted so far, 0 included, `both`; empty: always `k`. For chains."""
-    confidence: Share = CONFIDENCE
-    """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
-    round_ms: list[Milliseconds] = field(default_factory=list)
-    """For `adaptive` by acceptance: milliseconds of a round with K = 0, 1, 2, …; empty: measured while decoding."""
+    confidence: Share = 0.0
+    """Draft fewer than `k` where the draft is unsure: a chain ends where the product of its tokens' probabilities falls
+    below this, such as 0.3. 0: always `k`."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
     """Drafting while the target verifies, for chains of small language models on a CPU; off with exit_layer 0."""
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -37,9 +37,9 @@ def check_config(s: TuneConfig) -> None:
         )
     if len(s.calibrate) != 2 or s.calibrate[0] >= s.calibrate[1]:
         raise UserError(f"calibrate {s.calibrate}: give two draft lengths, the smaller one first")
-    if any(m.adaptive for m in s.methods):
+    if any(m.confidence for m in s.methods):
         raise UserError(
-            "adaptive sets the draft length by itself: drop it from the methods to tune"
+            "confidence sets the draft length by itself: drop it from the methods to tune"
         )
     if s.layers and not any(m.name == TUNED_EXIT for m in s.methods):
         raise UserError(f"layers {s.layers} are for the method {TUNED_EXIT}: add it or drop them")

@@ -95,19 +95,19 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
     monkeypatch.setattr(continuation, "load_target", lambda *args: target)
     texts = []
     monkeypatch.setattr(continuation, "pick_draft", pick)
-    ways = [("none", "", ""), ("ngram", "", ""), ("exit", "suffix", ""), ("exit", "", "both")]
-    for draft, lookup, adaptive in [*ways, ("exit", "ngram", "confidence")]:
+    ways = [("none", "", 0.0), ("ngram", "", 0.0), ("exit", "suffix", 0.0), ("exit", "", 0.3)]
+    for draft, lookup, confidence in [*ways, ("exit", "ngram", 0.5)]:
         settings = GenerateConfig(
             prompt="3 4 3 4 3", draft=draft, lookup=lookup, min_match=2, max_new_tokens=40,
-            adaptive=adaptive,
+            confidence=confidence,
         )  # fmt: skip
         generate.main(settings)
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1
     assert len(texts[0].split()) == 5 + 40
     assert "\x1b" not in texts[0]
-    with pytest.raises(UserError, match="adaptive 'often' is unknown"):
-        generate.main(GenerateConfig(prompt="3 4", draft="exit", adaptive="often"))
+    with pytest.raises(UserError, match="has no model whose passes"):
+        generate.main(GenerateConfig(prompt="3 4", draft="none", confidence=0.3))
     with pytest.raises(UserError, match="mirror needs a small language model"):
         generate.main(GenerateConfig(prompt="3 4", draft="exit", mirror=MirrorConfig(1)))
 

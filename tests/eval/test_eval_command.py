@@ -617,27 +617,27 @@ def test_a_lookup_before_a_draft_is_a_method_of_its_own(
     assert "float32, draft bfloat16" in text
 
 
-def test_an_adaptive_length_is_a_method_of_its_own(
+def test_a_length_by_confidence_is_a_method_of_its_own(
     world: World, evaluate: Callable, tmp_path: Path
 ) -> None:
     """Bug: the setting is dropped, changes the text, or its numbers pass for those of the draft at K."""
     alone = {"name": "causal", "draft": str(world.draft)}
-    costs = {"round_ms": [1, 1.2, 1.4], "adaptive": "both", "confidence": 0.5}
-    evaluate("--methods", json.dumps([alone, {**alone, **costs, "name": "adaptive"}])).ok()
+    unsure = {**alone, "confidence": 0.5, "name": "unsure"}
+    evaluate("--methods", json.dumps([alone, unsure])).ok()
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
-    assert entries["adaptive"]["adaptive"] == {"by": "both", "confidence": 0.5}
+    assert entries["unsure"]["adaptive"] == {"by": "confidence", "confidence": 0.5}
     assert entries["causal"]["adaptive"] is entries["plain"]["adaptive"] is None
-    assert entries["adaptive"]["lossless"]["greedy_identical"] is True
+    assert entries["unsure"]["lossless"]["greedy_identical"] is True
     per_round = {
         name: m["counts"]["drafted"] / m["counts"]["rounds"]
         for name, m in entries.items()
         if name != "plain"
     }
-    assert per_round["adaptive"] < per_round["causal"]
-    sha = entries["adaptive"]["draft_sha256"]
+    assert per_round["unsure"] < per_round["causal"]
+    sha = entries["unsure"]["draft_sha256"]
     assert {m.name for m in from_json(EvalReport, report).of_draft(sha)} == {"causal"}
-    assert "by both" in (tmp_path / "out" / "report.md").read_text()
+    assert "by confidence" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_mirror_is_a_method_of_its_own(world: World, evaluate: Callable, tmp_path: Path) -> None:
@@ -714,27 +714,16 @@ def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -
             ["--methods", "[{name: early-exit, layers: 1, lookup: ngram, tree: {nodes: 4}}]"],
             "no tree",
         ),
-        (["--methods", "[{name: early-exit, layers: 1, adaptive: often}]"], "confidence, accept"),
-        (["--methods", "[{name: ngram, adaptive: acceptance}]"], "no model whose passes"),
+        (["--methods", "[{name: early-exit, layers: 1, confidence: 1.5}]"], "confidence"),
+        (["--methods", "[{name: ngram, confidence: 0.3}]"], "no model whose passes"),
         (["--methods", "[{name: ngram, mirror: {exit_layer: 1}}]"], "needs a small language model"),
         (
             ["--methods", "[{name: ngram, mirror: {exit_layer: 1}, lookup: suffix}]"],
-            "drop adaptive",
+            "drop confidence",
         ),
         (
-            ["--methods", "[{name: early-exit, layers: 1, adaptive: both, tree: {nodes: 4}}]"],
+            ["--methods", "[{name: early-exit, layers: 1, confidence: 0.3, tree: {nodes: 4}}]"],
             "no tree",
-        ),
-        (
-            ["--methods", "[{name: early-exit, layers: 1, adaptive: both, round_ms: [3]}]"],
-            "milliseconds",
-        ),
-        (
-            [
-                "--methods",
-                "[{name: early-exit, layers: 1, adaptive: confidence, round_ms: [3, 4]}]",
-            ],
-            "round_ms is for",
         ),
     ],
 )

@@ -10,14 +10,13 @@ import torch
 
 from decode.common.errors import UserError
 from decode.constraints.rows import RowConstraints
-from decode.drafts.adaptive import AdaptiveDraft
 from decode.drafts.base import Draft
 from decode.drafts.blocks import PardDraft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import CachedHead
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
-from decode.drafts.wrappers import TwoSourceDraft
+from decode.drafts.wrappers import ConfidentDraft, TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine, decode, speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.model.loading import Target
@@ -255,8 +254,8 @@ def test_what_cannot_follow_a_grammar_is_refused() -> None:
         constrained(CausalDraft(ModelRunner(model()), shape=DynamicTree(2, 4)), own)
     with pytest.raises(UserError, match="choose eager"):
         list(SpeculativeEngine(own, mode="compiled").speculate(PROMPTS, matchers=[GRAMMAR] * 3))
-    with pytest.raises(UserError, match="drop `adaptive`"):
-        constrained(AdaptiveDraft(near(own)), own)
+    with pytest.raises(UserError, match="drop `confidence`"):
+        constrained(ConfidentDraft(near(own), 0.3), own)
 
 
 def test_an_engine_decodes_without_grammars_as_before() -> None:

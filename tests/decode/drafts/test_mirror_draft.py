@@ -8,14 +8,13 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.drafts import mirror
-from decode.drafts.adaptive import AdaptiveConfig
 from decode.drafts.base import Proposal
 from decode.drafts.branches import BranchSet, exit_candidates
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
 from decode.drafts.wrappers import RecordingDraft
-from decode.engine.composing import add_lookup, make_adaptive, make_mirror
+from decode.engine.composing import add_confidence, add_lookup, make_mirror
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -337,7 +336,7 @@ def test_what_cannot_be_mirrored_is_refused() -> None:
         (lambda: make_mirror(EarlyExitDraft(own, 1), config, own), "mirror needs a small language model as draft"),
         (lambda: make_mirror(near, MirrorConfig(3), own), "early exit needs 1 to 2 layers of this target, not 3"),
         (lambda: add_lookup(mirror, "ngram", 3, own), "one of both"),
-        (lambda: make_adaptive(mirror, AdaptiveConfig()), "give it no adaptive"),
+        (lambda: add_confidence(mirror, 0.3), "give it no confidence"),
         (lambda: SpeculativeEngine(own, mirror, mode="compiled"), "choose mode eager"),
         (lambda: decode(own, make_mirror(tree, config, own), PROMPTS, k=2), "drafts chains only: give it no tree"),
     ):  # fmt: skip

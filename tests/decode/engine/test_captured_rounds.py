@@ -3,7 +3,6 @@
 As a graph does, the replay runs no Python, reads what the recorded addresses hold, and writes there.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.wrappers import DraftWrapper
+from decode.drafts.wrappers import ConfidentDraft, DraftWrapper
 from decode.engine import engine as engines
 from decode.engine.compiled import WARM_UPS, put_back
 from decode.engine.engine import SpeculativeEngine
@@ -25,8 +23,7 @@ from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
-from tests.decode.drafts.test_adaptive_draft import DRAFTS as CHAINS
-from tests.decode.drafts.test_adaptive_draft import ROUND_MS
+from tests.decode.drafts.test_confident_draft import DRAFTS as CHAINS
 from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401
 from tests.decode.engine.test_compile import FAMILIES, HOW, graphs, make  # noqa: F401  a fixture
 from tests.fake_gpu import fake_gpu
@@ -237,118 +234,16 @@ def test_a_stale_graph_is_seen(
     assert texts[0] == texts[1]
 
 
-# ---- lengths that adapt ----
-
-BY_ACCEPTANCE = AdaptiveConfig("acceptance", round_ms=(10.0, 13.5, 17.0, 20.5))
-"""A row drafts while its acceptance is above a third."""
-ADAPTED = [name for name in CHAINS if name not in ("swift", "causal+ngram")]
-
-
-def run_adaptive(name: str, sampling: SamplingParams, rows: int, mode: str) -> list[DecodeRecord]:
-    """`runs` of a chain whose length follows its acceptance."""
-    target = tiny_target(tiny_model("llama"))
-    draft = AdaptiveDraft(CHAINS[name](target), BY_ACCEPTANCE)
-    return runs(target, draft, mode, sampling, rows, new=24)
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "rows"),
-    slow_except(rotated(ADAPTED, HOW, [1, 2]), [("causal", "sampled", 2)]),
-)
-def test_adaptive_rounds_are_eager_ones(
-    name: str, how: str, rows: int, recorded: list[RecordedRunner]
-) -> None:
-    """Catches lengths that a graph holds as Python's numbers, a graph for each round, and tokens of rounds without
-    drafts that a replayed draft has never read."""
-    sampling = SAMPLED if how == "sampled" else SamplingParams()
-    want = run_adaptive(name, sampling, rows, "eager")
-    assert recorded == []
-    got = run_adaptive(name, sampling, rows, "captured")
-    assert {0, 1} <= {drafted for o in want for drafted, _ in o.rounds}
-    assert 1 < len(recorded) <= 4  # K = 0 to 3
-    assert [o.output_ids for o in got] == [o.output_ids for o in want]
-    assert [o.rounds for o in got] == [o.rounds for o in want]
-
-
-class RunAgain:
-    """Stands in for CudaGraphRunner where a tape cannot: dynamo compiles nothing under a dispatch mode."""
-
-    def __init__(self, run: Callable[[], Tensor], changed: Sequence[Tensor], keep_alive: Any):
-        self.run = run
-
-    def __call__(self) -> Tensor:
-        return self.run()
-
-
-@pytest.mark.slow  # of engines without graphs test_adaptive_draft.py tells as much every time
-def test_adaptive_rounds_compile_two_shapes(
-    graphs: list[int],  # noqa: F811
-    as_on_a_gpu: None,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Catches code of the target's half for each length in mode graph: it has K columns, or none."""
-    monkeypatch.setattr(engines, "CudaGraphRunner", RunAgain)
-    want = run_adaptive("causal", SAMPLED, 1, "eager")
-    got = run_adaptive("causal", SAMPLED, 1, "graph")
-    assert {0, 1, 2} <= {drafted for o in want for drafted, _ in o.rounds}
-    assert len(graphs) == 2
-    assert [o.output_ids for o in got] == [o.output_ids for o in want]
-    assert [o.rounds for o in got] == [o.rounds for o in want]
-
-
-@pytest.mark.parametrize(("where", "rows"), [(CausalDraft, 1), (AdaptiveDraft, 2)])
-def test_a_round_that_is_not_planned_is_seen(
-    where: type[Draft], rows: int, recorded: list[RecordedRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: a small LM does not read the tokens of skipped rounds; limits stay those of the capture."""
-    want = run_adaptive("causal", SAMPLED, rows, "eager")
-    if where is CausalDraft:
-        monkeypatch.setattr(CausalDraft, "plan_round", Draft.plan_round)
-    else:
-        choose = AdaptiveDraft._choose
-
-        def choose_without_upload(self: AdaptiveDraft, k: int, device: torch.device) -> None:
-            before = None if self.limit is None else self.limit.clone()
-            choose(self, k, device)
-            if before is not None and self.limit is not None and self.planned:
-                self.limit.copy_(before)
-
-        monkeypatch.setattr(AdaptiveDraft, "_choose", choose_without_upload)
-    got = run_adaptive("causal", SAMPLED, rows, "captured")
-    assert [o.rounds for o in got] != [o.rounds for o in want]
-
-
-def test_captures_are_not_timed(
-    recorded: list[RecordedRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a length that is never chosen because its first round was captured in it."""
-
-    class SlowRunner(RecordedRunner):
-        def __init__(self, *args: Any):
-            super().__init__(*args)
-            time.sleep(0.5)
-
-    monkeypatch.setattr(engines, "CudaGraphRunner", SlowRunner)
-    target = tiny_target(tiny_model("llama"))
-    draft = AdaptiveDraft(CHAINS["causal"](target), AdaptiveConfig("acceptance"))
-    runs(target, draft, "captured", SamplingParams())
-    assert len(recorded) >= 3
-    times = [ms for own in draft.times.values() for kept in own.times.values() for ms in kept]
-    assert 0 < max(times) < 500
+# ---- lengths by confidence ----
 
 
 def test_lengths_by_confidence_are_not_captured() -> None:
     target = tiny_target(tiny_model("llama"))
-    inner = CHAINS["causal"](target)
-    for draft in (
-        AdaptiveDraft(inner, AdaptiveConfig("confidence")),
-        AdaptiveDraft(inner, AdaptiveConfig("both", round_ms=ROUND_MS)),
-        AdaptiveDraft(CHAINS["causal+ngram"](target), BY_ACCEPTANCE),
-    ):
-        assert not draft.plans_rounds
+    for name in ("causal", "causal+ngram"):
+        draft = ConfidentDraft(CHAINS[name](target), 0.3)
         with (
             fake_gpu(target, draft),
-            pytest.raises(UserError, match="adaptive lengths are for it by acceptance alone"),
+            pytest.raises(UserError, match="a draft that proposes on it"),
         ):
             SpeculativeEngine(target, draft, mode="captured")
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft
@@ -37,25 +36,9 @@ K, ROUNDS = 3, 2
 SAMPLED = SamplingParams(0.8, top_k=20, top_p=0.9)
 
 
-class LongestChains(AdaptiveDraft):
-    """Its prefill, which is never captured, reads which rows are new; here it does not, and all draft k tokens."""
-
-    def prefill(
-        self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
-    ) -> None:
-        self.inner.prefill(row, prompts, length, features)
-
-    def _limits(self, k: int) -> list[int]:
-        return [k] * len(self.rows)
-
-
 def draft_for(name: str, target: Target) -> Draft | None:
     if name == "eagle1":
         return random_draft("eagle1", target)
-    if name == "adaptive":
-        return LongestChains(
-            CausalDraft(ModelRunner(tiny_model("llama"))), AdaptiveConfig("acceptance")
-        )
     return create_draft(name, target) if name == "grammar" else make(name, target)
 
 
@@ -79,15 +62,13 @@ def run_on_fake_gpu(
         state, config = engine._prepare_batch(rows, size, size, None, 0)
         engine._prefill_prompts(state, prompts, new, list(range(rows)), None, None)
         for _ in range(rounds):
-            if draft is not None and draft.plans_rounds:
-                draft.plan_round(state.history, state.length, k)
             with OneDevice():
                 results = run_round(target, draft, state, config)
         assert results.is_cuda
         return results.shape
 
 
-NAMES = [*FAMILIES, "eagle1", "grammar", "adaptive"]
+NAMES = [*FAMILIES, "eagle1", "grammar"]
 SAME_DRAFT = {"medusa2": "medusa", "layerskip2": "early-exit"}
 """Families whose draft is that of another one."""
 HOST_DRAFTS = {"suffix", "swift"}
@@ -96,7 +77,6 @@ KEPT = [
     ("plain", "greedy", 1, "exact"),
     ("ngram", "sampled", 3, "exact"),
     ("causal", "sampled", 3, "block"),
-    ("adaptive", "sampled", 3, "exact"),
     ("static", "sampled", 3, "exact"),
     ("dynamic", "greedy", 1, "typical"),
     ("dynamic", "sampled", 3, "block"),

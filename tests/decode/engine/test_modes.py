@@ -16,22 +16,19 @@ def target(device: str = "cuda", can_compile: bool = True) -> Any:
     return SimpleNamespace(runner=runner, name="T")
 
 
-def draft(name: str, on_host: bool = False, plans: bool = False, eager_only: bool = False) -> Any:
-    return SimpleNamespace(name=name, on_host=on_host, plans_rounds=plans, eager_only=eager_only)
+def draft(name: str, on_host: bool = False, eager_only: bool = False) -> Any:
+    return SimpleNamespace(name=name, on_host=on_host, eager_only=eager_only)
 
 
 EAGLE, LOOKUP = draft("eagle"), draft("ngram", on_host=True)
-ADAPTIVE, MIRROR = (
-    draft("adaptive", on_host=True, plans=True),
-    draft("mirror", True, eager_only=True),
-)
+MIRROR = draft("mirror", True, eager_only=True)
 
 
 @pytest.mark.parametrize(
     ("target", "drafts", "on_host", "triton", "line"),
     [
         (target(), [None], "", True, "graph"),
-        (target(), [None, EAGLE, ADAPTIVE], "", True, "graph"),
+        (target(), [None, EAGLE], "", True, "graph"),
         (target(), [EAGLE], "", False, "captured, since torch has no Triton here"),
         (target(), [None, EAGLE, LOOKUP], "", True,
          "eager, since the host takes part in rounds of ngram"),

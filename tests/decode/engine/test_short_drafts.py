@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft
 from decode.drafts.blocks import DFlashDraft, PardDraft, PEagleDraft
 from decode.drafts.causal import CausalDraft
@@ -16,7 +15,7 @@ from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
-from decode.drafts.wrappers import TwoSourceDraft
+from decode.drafts.wrappers import ConfidentDraft, TwoSourceDraft
 from decode.engine.engine import decode, speculate
 from decode.engine.records import RoundRecord
 from decode.model.hidden_states import HiddenStateSpec, LMHead
@@ -198,11 +197,10 @@ def test_a_lookup_goes_on_where_the_draft_ends() -> None:
     assert copied
 
 
-@pytest.mark.parametrize("by", ["confidence", "acceptance", "both"])
-def test_adaptive_chains_end_there_too(by: str) -> None:
-    """Catches a chain of adaptive length that passes the context."""
+def test_chains_by_confidence_end_there_too() -> None:
+    """Catches a chain that is sure of itself and passes the context."""
     own = tiny_target(MODEL)
-    draft = AdaptiveDraft(causal(), AdaptiveConfig(by, confidence=0.0, round_ms=(10.0, 10.0)))
+    draft = ConfidentDraft(causal(), 0.0)
     found = in_rounds(own, draft, rows=3)
     for prompt, rounds, text in zip(PROMPTS, found, plain(own), strict=True):
         assert emitted(rounds) == text[1:]

@@ -8,12 +8,10 @@ import pytest
 from torch import Tensor
 
 from decode.common.journal import Journal
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import CachedHead
 from decode.engine import engine as engines
-from decode.engine import warm_up
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -69,13 +67,6 @@ def chain_and_tree(target: Target) -> list[Method]:
     return [Method("chain", draft, 2), Method("tree", draft, 3, shape=tree)]
 
 
-def adaptive(target: Target) -> list[Method]:
-    """A row's length rises with its acceptance, which is 1: to lengths that no first round has."""
-    draft = CausalDraft(ModelRunner(noisy(target.runner.model, 0.0)))
-    ways = AdaptiveConfig("acceptance", round_ms=(10.0, 13.0, 17.0, 21.5, 26.5))
-    return [Method("adaptive", AdaptiveDraft(draft, ways), 4)]
-
-
 def short(target: Target) -> list[Method]:
     draft = causal(target)
     draft.context = 110
@@ -88,7 +79,6 @@ CASES: dict[str, tuple[Callable[[Target], list[Method]], Sequence[int], int]] = 
     "a smaller last batch": (lambda t: [Method("causal", causal(t), 4)], (20, 130, 9, 40, 30), 2),
     "one draft, two K": (two_lengths, (20, 40), 1),
     "one draft, chain and tree": (chain_and_tree, (20, 40), 1),
-    "lengths that adapt": (adaptive, (20, 40), 1),
     "beyond a short draft": (short, (20, 105), 1),
 }
 
@@ -140,7 +130,7 @@ def test_nothing_is_captured_while_a_clock_runs(
         [
             ("around a power of two", "own buffers"), ("short and long prompts", "own buffers"),
             ("a smaller last batch", "own buffers"), ("one draft, two K", "one state buffer"),
-            ("lengths that adapt", "no fixed lengths"), ("beyond a short draft", "no skipped round"),
+            ("beyond a short draft", "no skipped round"),
         ],
         [("around a power of two", "own buffers")],
     ),
@@ -167,8 +157,6 @@ def test_a_capture_in_a_timed_request_is_seen(
             begin(self, request)
 
         monkeypatch.setattr(CachedHead, "begin_batch", forget)
-    elif fault == "no fixed lengths":
-        monkeypatch.setattr(warm_up, "AdaptiveDraft", CausalDraft)
     else:
         monkeypatch.setattr(SpeculativeEngine, "_may_skip", lambda *_: False)
     assert captured_in_time(name, captures, monkeypatch, tmp_path)[1] > 0

@@ -1,6 +1,7 @@
-"""Chains of adaptive length: the text and its law, the draft's state after rounds without it, and what is saved."""
+"""Chains that end by confidence: the text and its law, and what is saved; a draft's state after rounds without it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,15 +9,15 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
-from decode.drafts.base import Draft, Proposal
+from decode.drafts.base import Draft, DraftContext, Proposal, empty_chain
 from decode.drafts.causal import CausalDraft
+from decode.drafts.drafting import discard_draws
 from decode.drafts.eagle import CachedHead
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.swift import SwiftDraft
-from decode.drafts.wrappers import CrossDeviceDraft, DraftWrapper
-from decode.engine.composing import add_lookup, make_adaptive
+from decode.drafts.wrappers import ConfidentDraft, CrossDeviceDraft, DraftWrapper
+from decode.engine.composing import add_confidence, add_lookup
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
@@ -32,7 +33,6 @@ from tests.decode.engine.test_compile import graphs  # noqa: F401  a fixture
 from tests.decode.engine.test_engine import assert_rows_are_alone, texts
 from tests.decode.verification.test_exact_distribution import (
     ENUMERATED,
-    ROUND_1,
     distance_from_own_law,
     engine_law,
     partner,
@@ -45,13 +45,7 @@ from tests.tiny import noisy, reference, tiny_model, tiny_prompts, tiny_target
 K, LENGTH = 3, 16
 PROMPTS = tiny_prompts(13, 1, 9)
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(1.0, top_k=2)
-ROUND_MS = (10.0, 12.0, 14.5, 17.5)
-CONFIGS = {
-    "confidence": AdaptiveConfig("confidence", 0.2),
-    "acceptance": AdaptiveConfig("acceptance", round_ms=ROUND_MS),
-    "both": AdaptiveConfig("both", 0.3, ROUND_MS),
-    "measured": AdaptiveConfig("acceptance"),
-}
+UNSURE = 0.2
 
 
 def knowing(name: str, target: Target) -> Draft:
@@ -81,30 +75,27 @@ DRAFTS: dict[str, Callable[[Target], Draft]] = {
 # ---- text ----
 
 
-@pytest.mark.parametrize(("name", "by"), rotated(DRAFTS, CONFIGS))
-def test_greedy_text_is_the_targets(name: str, by: str) -> None:
+@pytest.mark.parametrize("name", DRAFTS)
+def test_greedy_text_is_the_targets(name: str) -> None:
     """Catches tokens behind an end that are verified, and states spoiled by rounds of other lengths; rows are used
     again, and end at different times."""
     own = tiny_target(tiny_model("llama"))
-    draft = AdaptiveDraft(DRAFTS[name](own), CONFIGS[by])
+    draft = ConfidentDraft(DRAFTS[name](own), UNSURE)
     outputs = decode(own, draft, PROMPTS, rows=2, k=K, max_new_tokens=LENGTH)
     assert texts(outputs) == texts(decode(own, None, PROMPTS, max_new_tokens=LENGTH))
     assert max(drafted for o in outputs for drafted, _ in o.rounds) <= K
 
 
-ALONE = [("causal", "both"), ("causal", "acceptance"), ("eagle3", "confidence"), ("mtp", "both")]
-ALONE += [("dspark", "acceptance"), ("layerskip", "confidence"), ("causal+ngram", "both")]
+ALONE = [
+    (name, SAMPLED) for name in ("causal", "eagle3", "mtp", "dspark", "layerskip", "causal+ngram")
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "by", "sampling"), [(*one, SAMPLED) for one in ALONE] + [("eagle3", "both", GREEDY)], ids=str
-)  # fmt: skip
-def test_a_rows_text_does_not_depend_on_its_batch(
-    name: str, by: str, sampling: SamplingParams
-) -> None:
+@pytest.mark.parametrize(("name", "sampling"), [*ALONE, ("eagle3", GREEDY)], ids=str)
+def test_a_rows_text_does_not_depend_on_its_batch(name: str, sampling: SamplingParams) -> None:
     """Catches random numbers that a row uses up or not depending on how long other rows' chains are."""
     own = tiny_target(tiny_model("llama", dtype=torch.float64))
-    draft = AdaptiveDraft(DRAFTS[name](own), CONFIGS[by])
+    draft = ConfidentDraft(DRAFTS[name](own), UNSURE)
     together = assert_rows_are_alone(own, draft, PROMPTS, sampling=sampling, max_new_tokens=LENGTH)
     lengths = {count for output in together for count, _ in output.rounds}
     assert len(lengths) > 1 or name != "causal" or sampling != SAMPLED
@@ -113,10 +104,8 @@ def test_a_rows_text_does_not_depend_on_its_batch(
 # ---- law ----
 
 LAW = SamplingParams(0.7)
-UNSURE = AdaptiveConfig("confidence", 0.4)
+HALF_SURE = 0.4
 """Some tokens end a chain of two, some do not."""
-HALF = AdaptiveConfig("acceptance", round_ms=(1.0, 1.5))
-"""A row drafts while its acceptance is above a half, so not after a rejection."""
 
 
 class WholeText(DraftWrapper):
@@ -127,34 +116,31 @@ class WholeText(DraftWrapper):
 
 
 def law_distance(
-    config: AdaptiveConfig, vocab: int, k: int, length: int, paths: int, rule: str = "exact"
+    confidence: float, vocab: int, k: int, length: int, paths: int, rule: str = "exact"
 ) -> float:
     """Largest TV of the emitted text from the target's own law."""
     model = small(vocab_size=vocab, num_hidden_layers=2)
     own = tiny_target(model)
-    draft = AdaptiveDraft(WholeText(partner(model)), config)
+    draft = ConfidentDraft(WholeText(partner(model)), confidence)
     law = engine_law(own, draft, k, length, LAW, paths, rule=rule)
     return distance_from_own_law(law, model, length, LAW)
 
 
-CASES = [
-    (UNSURE, *ENUMERATED[1]),
-    (HALF, 3, 1, 4, 3 * ROUND_1**2 * 3),  # its last round drafts nothing
-    (AdaptiveConfig("both", 0.4, (1.0, 1.2, 1.3)), *ENUMERATED[1]),
-    (UNSURE, *ENUMERATED[2]),
-]
+CASES = [(HALF_SURE, *ENUMERATED[1]), (HALF_SURE, *ENUMERATED[2])]
 
 
 @pytest.mark.parametrize(("case", "rule"), rotated(CASES, ["exact", "block"]), ids=str)
 def test_sampled_text_has_the_targets_law(case: Any, rule: str) -> None:
-    """Catches an end of a chain that chooses among tokens, and rows without drafts beside rows that draft. Exact."""
+    """Catches an end of a chain that chooses among tokens. Exact."""
     assert law_distance(*case, rule) < 1e-7  # HF norms compute in fp32
 
 
-PROPOSE = AdaptiveDraft.propose
+PROPOSE = ConfidentDraft.propose
 
 
-def unsure_tokens_dropped(self: AdaptiveDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
+def unsure_tokens_dropped(
+    self: ConfidentDraft, history: Tensor, length: Tensor, k: int
+) -> Proposal:
     """The token behind which a chain ends is not drafted: its value decides whether it is."""
     proposal = PROPOSE(self, history, length, k)
     tokens = proposal.tokens.clone()
@@ -164,7 +150,7 @@ def unsure_tokens_dropped(self: AdaptiveDraft, history: Tensor, length: Tensor, 
     return Proposal(tokens, proposal.q, finite=proposal.finite)
 
 
-def late_choice(self: AdaptiveDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
+def late_choice(self: ConfidentDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
     """K is 0 in rows whose first token is 0: chosen when the tokens are known."""
     proposal = PROPOSE(self, history, length, k)
     unpleasant = (proposal.tokens == 0).cumsum(1) > 0
@@ -172,13 +158,11 @@ def late_choice(self: AdaptiveDraft, history: Tensor, length: Tensor, k: int) ->
     return Proposal(tokens, proposal.q, finite=proposal.finite)
 
 
-@pytest.mark.parametrize(
-    ("bug", "case"), [(unsure_tokens_dropped, CASES[0]), (late_choice, CASES[1])]
-)
-def test_planted_bugs_move_the_law(bug: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", [unsure_tokens_dropped, late_choice])
+def test_planted_bugs_move_the_law(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if one of these goes unseen."""
-    monkeypatch.setattr(AdaptiveDraft, "propose", bug)
-    assert law_distance(*case) > 1e-3
+    monkeypatch.setattr(ConfidentDraft, "propose", bug)
+    assert law_distance(*CASES[0]) > 1e-3
 
 
 # ---- the draft's state ----
@@ -188,15 +172,31 @@ WORK = tiny_prompts(7, 1, 3, 21, 2)
 """More prompts than rows, so that rows are used again."""
 
 
-class Patterned(AdaptiveDraft):
-    """K of each round is given; rows that are odd are one round ahead, except that all have 0 at once now and then."""
+class Patterned(DraftWrapper):
+    """The longest chain of each round is given; rows that are odd are one round ahead, except that all have 0 at once
+    now and then."""
 
-    at = 0
+    def __init__(self, inner: Draft, pattern: Sequence[int] = PATTERN):
+        super().__init__(inner)
+        self.on_host = self.may_be_empty = True
+        self.pattern, self.at = pattern, 0
 
-    def _limits(self, k: int) -> list[int]:
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request = request
+        self.inner.begin_batch(request)
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         self.at += 1
-        now = PATTERN[self.at % len(PATTERN)]
-        return [max(0, now - row) for row in range(len(self.rows))]
+        now = self.pattern[self.at % len(self.pattern)]
+        if now == 0:
+            self.inner.skip(history, length, 0)
+            discard_draws(self.request, length, k)
+            return empty_chain(history, torch.ones_like(length, dtype=torch.bool))
+        proposal = self.inner.propose(history, length, now)
+        discard_draws(self.request, length, k - now)
+        limits = (now - torch.arange(len(length))).clamp_min(0)
+        drafted = torch.arange(proposal.tokens.shape[1]) < limits[:, None]
+        return replace(proposal, tokens=torch.where(drafted, proposal.tokens, NO_DRAFT))
 
 
 class NeverSkipped(Watched):
@@ -207,11 +207,8 @@ class NeverSkipped(Watched):
         self.propose(history, length, K)
 
 
-class Plain(AdaptiveDraft):
-    """No round drafts, so that there is one for every text."""
-
-    def _limits(self, k: int) -> list[int]:
-        return [0] * len(self.rows)
+NEVER = [0]
+"""No round drafts, so that there is one for every text."""
 
 
 def largest_difference(name: str, rows: int) -> float:
@@ -222,7 +219,7 @@ def largest_difference(name: str, rows: int) -> float:
     known = [(o.prompt_ids, o.output_ids) for o in plain]
     inner = knowing_draft(name, own, known, forget=0.1) if "eagle" in name else DRAFTS[name](own)
     watched, control = Watched(inner), NeverSkipped(inner)
-    for draft in (Patterned(watched), Plain(control)):
+    for draft in (Patterned(watched), Patterned(control, NEVER)):
         outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=28)
         assert texts(outputs) == texts(plain)
     assert min(watched.asked, watched.skipped) > 5
@@ -263,39 +260,42 @@ def test_a_draft_that_does_not_catch_up_is_seen(bug: Any, monkeypatch: pytest.Mo
     assert largest_difference("eagle3", 1) > 1e-3
 
 
-# ---- cost ----
+# ---- passes ----
 
 
-def passes(config: AdaptiveConfig, rows: int = 1) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """(tokens of each forward pass of a small LM, rounds of each row)."""
+def passes(confidence: float) -> tuple[list[int], list[tuple[int, int]]]:
+    """(tokens of each forward pass of a small LM, rounds of its only row)."""
     own = tiny_target(tiny_model("llama"))
     model = DRAFTS["causal"](own)
     assert isinstance(model, CausalDraft)
     widths: list[int] = []
     keep_widths(model.runner.model, widths)
-    outputs = decode(own, AdaptiveDraft(model, config), PROMPTS[:rows], k=K, max_new_tokens=LENGTH)
-    return widths[1:], [o.rounds for o in outputs]
+    [output] = decode(
+        own, ConfidentDraft(model, confidence), PROMPTS[:1], k=K, max_new_tokens=LENGTH
+    )
+    return widths[1:], output.rounds
 
 
 def test_as_many_passes_as_drafted_tokens() -> None:
-    """Catches steps after the end of the only chain, and any step in rounds without drafts."""
-    for config in (CONFIGS["confidence"], CONFIGS["acceptance"], CONFIGS["both"]):
-        widths, [own] = passes(config)
-        assert len(widths) == sum(drafted for drafted, _ in own)
-    widths, [own] = passes(AdaptiveConfig("confidence", 1.0))
-    assert {drafted for drafted, _ in own} == {1}
-    widths, [own] = passes(AdaptiveConfig("acceptance", round_ms=(1.0, 9.0)))
-    assert {drafted for drafted, _ in own} == {0, 1}  # every ninth round drafts, to see
-    assert len(widths) == sum(drafted for drafted, _ in own) <= 3
+    """Catches steps after the end of the only chain."""
+    for confidence, lengths in ((UNSURE, {1, 2, 3}), (1.0, {1})):
+        widths, rounds = passes(confidence)
+        assert len(widths) == sum(drafted for drafted, _ in rounds)
+        assert {drafted for drafted, _ in rounds} <= lengths
 
 
-def test_rows_that_have_ended_keep_no_chain_going() -> None:
+def test_rows_that_have_ended_keep_no_chain_going(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps for rows that ended rounds ago and would be sure of anything."""
     own = tiny_target(tiny_model("llama"))
-    draft = AdaptiveDraft(DRAFTS["causal"](own), AdaptiveConfig("confidence", 0.0))
+    draft = ConfidentDraft(DRAFTS["causal"](own), 0.0)
     recorded: list[list[int]] = []
-    limits = draft._limits
-    draft._limits = lambda k: recorded.append(limits(k)) or recorded[-1]  # type: ignore[func-returns-value,method-assign]
+
+    def propose(self: CausalDraft, history: Tensor, length: Tensor, k: int) -> Proposal:
+        recorded.append([*draft.stop.limit])
+        return usual(self, history, length, k)
+
+    usual = CausalDraft.propose
+    monkeypatch.setattr(CausalDraft, "propose", propose)
     prompts = [tiny_prompts(60)[0], tiny_prompts(5)[0]]  # the first one ends at the context's limit
     decode(own, draft, prompts, k=K, max_new_tokens=LENGTH)
     assert recorded[0] == [K, K]
@@ -309,7 +309,7 @@ def test_eagle_reads_several_rounds_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     counts = {"step": 0, "logits": 0}
     for method in counts:
         monkeypatch.setattr(head.net, method, counted(head.net, method, counts))
-    [output] = decode(own, Plain(head), PROMPTS[:1], k=K, max_new_tokens=LENGTH)
+    [output] = decode(own, Patterned(head, NEVER), PROMPTS[:1], k=K, max_new_tokens=LENGTH)
     assert output.rounds == [(0, 0)] * (LENGTH - 1)
     assert counts["logits"] == 0
     assert counts["step"] == 1 + (LENGTH - 1 - 1) // (K + 1)  # the prompt's, then every fourth
@@ -323,17 +323,16 @@ def test_compiled_rounds_have_two_shapes(graphs: list[int]) -> None:  # noqa: F8
     """Catches a graph of the target's half for each length, and one that is made after the warm-up."""
     own = tiny_target(tiny_model("llama"))
     settings: dict[str, Any] = {"max_new_tokens": 24, "seed": 3}
-    config = AdaptiveConfig("both", 0.05, (10.0, 14.0, 18.0, 22.0))
     inner = DRAFTS["causal"](own)
-    want = decode(own, AdaptiveDraft(inner, config), PROMPTS, k=K, sampling=SAMPLED, **settings)
-    draft = AdaptiveDraft(inner, config)
+    want = decode(own, ConfidentDraft(inner, 0.05), PROMPTS, k=K, sampling=SAMPLED, **settings)
+    draft = ConfidentDraft(inner, 0.05)
     engine = SpeculativeEngine(own, draft, k=K, sampling=SAMPLED, mode="compiled")
     run_first_rounds(engine, PROMPTS, 24)
     assert len(graphs) == 2
     got = collect_outputs(PROMPTS, engine.speculate(PROMPTS, **settings))
     assert len(graphs) == 2
     assert [(o.output_ids, o.rounds) for o in got] == [(o.output_ids, o.rounds) for o in want]
-    assert {0, 1} <= {drafted for o in got for drafted, _ in o.rounds}
+    assert len({drafted for o in got for drafted, _ in o.rounds}) > 1
 
 
 def test_a_draft_elsewhere_stops_there() -> None:
@@ -342,37 +341,22 @@ def test_a_draft_elsewhere_stops_there() -> None:
     settings: dict[str, Any] = {"k": K, "sampling": SAMPLED, "max_new_tokens": LENGTH}
     found = []
     for inner in (DRAFTS["causal"](own), CrossDeviceDraft(DRAFTS["causal"](own), cpu, cpu)):
-        outputs = decode(own, AdaptiveDraft(inner, CONFIGS["both"]), PROMPTS, **settings)
+        outputs = decode(own, ConfidentDraft(inner, 0.3), PROMPTS, **settings)
         found.append([o.rounds for o in outputs])
     assert found[0] == found[1]
 
 
-def test_costs_are_measured_while_decoding() -> None:
-    """Catches clocks that are read across batches, and lengths that stay unmeasured."""
-    own = tiny_target(tiny_model("llama"))
-    draft = AdaptiveDraft(DRAFTS["causal"](own), AdaptiveConfig("acceptance"))
-    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2]):
-        decode(own, draft, prompts, k=K, max_new_tokens=LENGTH)
-    assert set(draft.times) == {1, 3}
-    for times in draft.times.values():
-        assert {0, 1, K} <= set(times.times)
-        assert all(0 < ms < 10_000 for kept in times.times.values() for ms in kept)
-
-
-def test_what_cannot_be_adapted_is_refused() -> None:
+def test_what_confidence_cannot_end_is_refused() -> None:
     own = tiny_target(tiny_model("llama"))
     near, tree = DRAFTS["causal"](own), DRAFTS["causal"](own)
     tree.shape = DynamicTree(2, 4)
-    adaptive, config = make_adaptive(near, AdaptiveConfig()), AdaptiveConfig()
+    confident = add_confidence(near, 0.3)
     for refused, said in (
-        (lambda: AdaptiveConfig("often"), "'often' is unknown: give confidence, acceptance, both"),
-        (lambda: AdaptiveConfig("confidence", 1.5), "confidence is 1.5"),
-        (lambda: AdaptiveConfig("acceptance", round_ms=(3.0,)), "give the milliseconds"),
-        (lambda: make_adaptive(None, config), "has no model whose passes"),
-        (lambda: make_adaptive(NgramDraft(), config), "has no model whose passes"),
-        (lambda: add_lookup(adaptive, "ngram", 3, own), "a lookup belongs inside"),
-        (lambda: SpeculativeEngine(own, adaptive, mode="graph"), "mode graph needs"),
-        (lambda: decode(own, AdaptiveDraft(tree, config), PROMPTS, k=2), "'causal' adapts .*give it no tree"),
+        (lambda: add_confidence(None, 0.3), "has no model whose passes"),
+        (lambda: add_confidence(NgramDraft(), 0.3), "has no model whose passes"),
+        (lambda: add_lookup(confident, "ngram", 3, own), "a lookup belongs inside"),
+        (lambda: SpeculativeEngine(own, confident, mode="graph"), "mode graph needs"),
+        (lambda: decode(own, ConfidentDraft(tree, 0.3), PROMPTS, k=2), "'causal' ends .*give it no tree"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             refused()
