@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,24 @@ def pad_chain(proposal: Proposal, width: int) -> Proposal:
     return Proposal(tokens, q, finite=proposal.finite)
 
 
+@dataclass(frozen=True)
+class DraftBuffers:
+    """What rounds of a draft read and change in place."""
+
+    drafts: list["Draft"]
+    """Those whose tensors a round uses: the draft and those inside it."""
+    reader: "Draft"
+    """The one whose `update_hidden_states` is called. Compiled code is specific to its class."""
+    kv_caches: list[StaticKVCache] = field(default_factory=list)
+    """The `slots` of one are a new object whenever it was allocated anew or enlarged."""
+    state: list[Tensor] = field(default_factory=list)
+    """Tensors that a later round reads as they are: a CUDA graph puts them back after the rounds that warm it up, which
+    the text never sees. KV buffers are not among them: slots from a row's length on are written again before they are
+    read."""
+    can_grow: bool = True
+    """Whether compiled code of this draft runs for any number of slots of its KV caches."""
+
+
 class Draft:
     """Base class of everything that proposes tokens: a family overrides `propose` and what else it needs.
 
@@ -143,21 +161,9 @@ class Draft:
     def begin_batch(self, request: DraftContext) -> None:
         """Starts a batch with empty rows."""
 
-    def can_grow(self) -> bool:
-        """Whether compiled code of this draft runs for any number of slots of its KV caches."""
-        return True
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        """Its KV caches. The `slots` of one are a new object whenever it was allocated anew or enlarged."""
-        return []
-
-    def state_tensors(self) -> list[Tensor]:
-        """The tensors that a round changes in place and that a later round reads as they are.
-
-        A CUDA graph puts them back after the rounds that warm it up, which the text never sees. KV buffers are not
-        among them: slots from a row's length on are written again before they are read.
-        """
-        return []
+    def buffers(self) -> DraftBuffers:
+        """Its buffers as they are now."""
+        return DraftBuffers([self], self)
 
     def prefill(
         self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
@@ -180,10 +186,6 @@ class Draft:
         Only called for a draft with `aux_layers`. It runs on the device, inside a round.
         """
 
-    def state_reader(self) -> "Draft":
-        """The draft whose `update_hidden_states` is called for this one. Compiled code is specific to its class."""
-        return self
-
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S].
 
@@ -204,10 +206,6 @@ class Draft:
         ones of few, since there is compiled code for each. What `propose` does in some rounds only, such as reading the
         tokens of skipped rounds, is done here."""
 
-    def parts(self) -> list["Draft"]:
-        """The drafts whose tensors a round uses: this one and those inside it."""
-        return [self]
-
     def during_verification(self) -> AbstractContextManager[None]:
         """In force while the target verifies a proposal and the round is committed. A draft that reads the target in
         the middle of its pass registers its hooks here, for this time alone: other drafts share the target."""
@@ -220,6 +218,6 @@ class Draft:
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""
-    for part in draft.parts():
+    for part in draft.buffers().drafts:
         claim(part, f"draft {part.name!r}")
     draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))

@@ -12,10 +12,9 @@ from decode.checkpoints import draft_vocab, importers
 from decode.checkpoints.draft_folder import check_vocabulary, read_metadata
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.compatibility import position_limit
-from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import (
     Target,
     build_runner,
@@ -36,11 +35,9 @@ class LanguageModelDraft(Draft):
 
     runner: ModelRunner
 
-    def can_grow(self) -> bool:
-        return self.runner.can_grow
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        return [self.runner.cache]
+    def buffers(self) -> DraftBuffers:
+        runner = self.runner
+        return DraftBuffers([self], self, [runner.cache], can_grow=runner.can_grow)
 
     def reserve(self, size: int) -> None:
         self.runner.reserve(size)

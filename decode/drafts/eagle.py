@@ -15,7 +15,7 @@ from torch import Tensor
 from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import (
     Eagle1Model,
@@ -53,7 +53,7 @@ class CachedHead(Draft):
         self.context = min(target.runner.context, net.max_positions)
         hidden = target.runner.config.hidden_size
         self.width = hidden * (len(net.aux_layers.layers) + net.aux_layers.final)
-        self.allocated_shape = 0, 0
+        self.allocated_shape, self.state = (0, 0), list[Tensor]()
         self.kv_cache = StaticKVCache(
             len(net.layers), 1, 1, self.device
         )  # empty until `begin_batch`
@@ -77,6 +77,7 @@ class CachedHead(Draft):
             buffer = HiddenStateBuffer(rows, count, self.width, self.device, self.dtype)
             self.state_buffers[count] = buffer
         self.state_buffer = self.state_buffers[count]
+        self.state = [self.state_buffer.states]
         self.unread = 1  # committed tokens at most that the KV cache lacks; of a prompt one
 
     def reserve(self, size: int) -> None:
@@ -86,11 +87,8 @@ class CachedHead(Draft):
             self.kv_cache.reserve(size)
             self.allocated_shape = rows, size
 
-    def kv_caches(self) -> list[StaticKVCache]:
-        return [self.kv_cache]
-
-    def state_tensors(self) -> list[Tensor]:
-        return [self.state_buffer.states]
+    def buffers(self) -> DraftBuffers:
+        return DraftBuffers([self], self, [self.kv_cache], self.state)
 
     def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
@@ -65,7 +65,7 @@ class MedusaDraft(Draft):
         self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
         patch_linear_layers(net)
         self.width = target.runner.config.hidden_size
-        self.allocated_rows = 0
+        self.allocated_rows, self.state = 0, list[Tensor]()
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
@@ -81,10 +81,10 @@ class MedusaDraft(Draft):
             self.state_buffer = HiddenStateBuffer(
                 request.rows, 1, self.width, weight.device, weight.dtype
             )
-            self.allocated_rows = request.rows
+            self.allocated_rows, self.state = request.rows, [self.state_buffer.states]
 
-    def state_tensors(self) -> list[Tensor]:
-        return [self.state_buffer.states]
+    def buffers(self) -> DraftBuffers:
+        return DraftBuffers([self], self, state=self.state)
 
     def prefill(
         self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None

@@ -12,6 +12,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import (
     ChainStop,
     Draft,
+    DraftBuffers,
     DraftContext,
     Proposal,
     TokenTree,
@@ -19,7 +20,7 @@ from decode.drafts.base import (
     propose_within_context,
 )
 from decode.drafts.drafting import discard_draws
-from decode.model.kv_cache import StaticKVCache, TreeNodes
+from decode.model.kv_cache import TreeNodes
 from decode.verification.rules import NO_DRAFT
 
 
@@ -38,14 +39,9 @@ class DraftWrapper(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.inner.begin_batch(request)
 
-    def can_grow(self) -> bool:
-        return self.inner.can_grow()
-
-    def kv_caches(self) -> list[StaticKVCache]:
-        return self.inner.kv_caches()
-
-    def state_tensors(self) -> list[Tensor]:
-        return self.inner.state_tensors()
+    def buffers(self) -> DraftBuffers:
+        own = self.inner.buffers()
+        return replace(own, drafts=[self, *own.drafts])
 
     def prefill(
         self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
@@ -61,9 +57,6 @@ class DraftWrapper(Draft):
     def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.inner.update_hidden_states(features, count)
 
-    def state_reader(self) -> Draft:
-        return self.inner.state_reader()
-
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return self.inner.propose(history, length, k)
 
@@ -72,9 +65,6 @@ class DraftWrapper(Draft):
 
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.plan_compiled_round(history, length, k)
-
-    def parts(self) -> list[Draft]:
-        return [self, *self.inner.parts()]
 
     def during_verification(self) -> AbstractContextManager[None]:
         return self.inner.during_verification()
@@ -125,8 +115,8 @@ class CrossDeviceDraft(DraftWrapper):
     def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.inner.update_hidden_states(features.to(self.device), count.to(self.device))
 
-    def state_reader(self) -> Draft:
-        return self
+    def buffers(self) -> DraftBuffers:
+        return replace(super().buffers(), reader=self)
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history.to(self.device), length.to(self.device), k)
@@ -260,8 +250,9 @@ class TwoSourceDraft(DraftWrapper):
         inner.plan_compiled_round(history, length, k)
         return compiled(propose_within_context)(inner, history, length, k)
 
-    def parts(self) -> list[Draft]:
-        return [self, *self.lookup.parts(), *self.inner.parts()]
+    def buffers(self) -> DraftBuffers:
+        own = super().buffers()
+        return replace(own, drafts=[*own.drafts, *self.lookup.buffers().drafts])
 
 
 def point_masses(tokens: Tensor, vocab_size: int) -> Tensor:

@@ -49,7 +49,7 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
 
 def warn_of_short_draft(draft: Draft, longest: int) -> None:
     """A warning if the draft cannot read all of a prompt and its answer, which have up to `longest` tokens."""
-    limits = [part.context for part in draft.parts() if part.context is not None]
+    limits = [part.context for part in draft.buffers().drafts if part.context is not None]
     if limits and min(limits) < longest:
         warnings.warn(
             f"draft {draft.name!r} has a context of {min(limits)} tokens, and prompts with answers may be longer: "
@@ -61,7 +61,7 @@ def warn_of_short_draft(draft: Draft, longest: int) -> None:
 def check_draft_fits(target: Target, draft: Draft) -> None:
     """UserError for a draft that was made for another target, and for a draft of trees, or one that acts in the
     target's pass, and a target that takes neither."""
-    for part in draft.parts():
+    for part in draft.buffers().drafts:
         own = part.target is None or part.target.runner.model is target.runner.model
         fits = part.tokenizer in ("", target.fingerprint)
         if isinstance(part, LanguageModelDraft):

@@ -18,7 +18,7 @@ from torch.utils._triton import has_triton
 
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.lock import Request
-from decode.common.machine import keep_freed_memory
+from decode.common.machine import keep_freed_memory, return_freed_memory_if_scarce
 from decode.common.ranges import check_ranges
 from decode.constraints.grammar import Matcher
 from decode.constraints.rows import RowConstraints
@@ -114,7 +114,7 @@ class SpeculativeEngine:
             mode == "compiled"
             and self.device.type == "cpu"
             and target.runner.can_grow
-            and (draft is None or draft.can_grow())
+            and (draft is None or draft.buffers().can_grow)
         )
         self.max_slots = 1 if draft is None else draft.max_slots(k)
         # a round is read while the next one runs
@@ -173,7 +173,7 @@ class SpeculativeEngine:
         request = Request()
         try:
             request.claim(self.target.runner, f"target {self.target.name!r}")
-            for part in [] if self.draft is None else self.draft.parts():
+            for part in [] if self.draft is None else self.draft.buffers().drafts:
                 request.claim(part, f"draft {part.name!r}")
             while True:
                 with request.round(), own_dtypes():
@@ -228,6 +228,8 @@ class SpeculativeEngine:
         size = slots = self.num_slots(begin, max_new_tokens, rows)
         if self.grows:
             slots = self.slots_of_prompts(prompts[:rows], rows)
+        if device.type == "cpu":
+            return_freed_memory_if_scarce()
         state, config = self._prepare_batch(rows, size, slots, choose, extra)
         rounds_ahead = 0 if phases is not None or matchers is not None else self.rounds_ahead
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
@@ -441,7 +443,7 @@ class SpeculativeEngine:
         drafted = 0 if skip_draft else config.k
         changed = [state.history, state.length, state.done, self.rng.draws]
         if self.draft is not None:
-            changed += self.draft.state_tensors()
+            changed += self.draft.buffers().state
         buffers: list[SlotMapping | Tensor] = [
             *(cache.slots for cache in self._kv_caches()),
             *changed,
@@ -451,7 +453,7 @@ class SpeculativeEngine:
         key = config.k, drafted
         if key not in self.graphs:
             # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-            parts = [] if self.draft is None else self.draft.parts()
+            parts = [] if self.draft is None else self.draft.buffers().drafts
             keep_alive = [dict(vars(part)) for part in parts]
             self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
             if self._may_skip(state):  # before any request comes that far
@@ -474,13 +476,14 @@ class SpeculativeEngine:
         if target.can_grow:
             target.cache.mark_dynamic()
             torch._dynamo.maybe_mark_dynamic(history, 1)
-        if draft is not None and draft.can_grow():
-            for cache in draft.kv_caches():
+        if draft is not None and (buffers := draft.buffers()).can_grow:
+            for cache in buffers.kv_caches:
                 cache.mark_dynamic()
 
     def _kv_caches(self) -> list[StaticKVCache]:
         """The KV caches of target and draft."""
-        return [self.target.runner.cache, *([] if self.draft is None else self.draft.kv_caches())]
+        own = [] if self.draft is None else self.draft.buffers().kv_caches
+        return [self.target.runner.cache, *own]
 
     @torch.inference_mode()
     def _provide_slots(self, state: BatchState, count: int) -> None:

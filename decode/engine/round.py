@@ -233,7 +233,7 @@ def run_round(
     if compiled and proposal.tokens.shape[1] > 0:
         proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
-    reader = draft.state_reader() if draft is not None and draft.aux_layers is not None else None
+    reader = draft.buffers().reader if draft is not None and draft.aux_layers is not None else None
     with nullcontext() if draft is None else draft.during_verification():
         results = target_part(target, state, proposal, config, reader)
     if phases is not None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from decode.common.command import DeferredStop
 from decode.common.errors import UserError
-from decode.common.machine import keep_freed_memory
+from decode.common.machine import keep_freed_memory, return_freed_memory_if_scarce
 from decode.common.progress import ProgressBars
 from train.data import batching
 from train.data.sample_store import SampleRow
@@ -122,6 +122,8 @@ def train(
     with DeferredStop() as stop, report_out_of_memory(out_of_memory_advice(s)):
         for step in range(state.step, s.steps):
             result = train_step(training, s, step, out, stop)
+            if accelerator.device.type == "cpu":
+                return_freed_memory_if_scarce()
             meter.add(result.rows, result.seconds, result.waited)
             state.learned += int(result.sums["tokens"])
             state.seconds += result.seconds

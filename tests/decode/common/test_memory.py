@@ -3,9 +3,13 @@
 import platform
 import subprocess
 import sys
+from collections import namedtuple
 
 import pytest
 
+from decode.common import machine
+from decode.engine import engine
+from tests.tiny import tiny_model, tiny_prompts, tiny_target
 from tests.worlds import ROOT
 
 FAULTS = """
@@ -68,3 +72,26 @@ def test_a_model_that_is_loaded_later_does_not_hold_its_float_weights() -> None:
     kept, held = map(int, done.stdout.split())
     assert kept > 300  # MB: without giving it back
     assert held < 50
+
+
+@pytest.mark.parametrize("available", [10, 90])
+def test_freed_memory_is_returned_where_it_is_scarce(
+    available: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a training that grows by half a gigabyte a step until the system ends it, and pages that are mapped anew
+    for each step of a machine with room."""
+    memory = namedtuple("memory", "available total")
+    returned: list[int] = []
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory(available, 100))
+    monkeypatch.setattr(machine, "return_freed_memory", lambda: returned.append(1))
+    machine.return_freed_memory_if_scarce()
+    assert returned == [1] * (available == 10)
+
+
+def test_requests_return_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a sampling run that holds the holes between prompts of ever other lengths."""
+    returned: list[int] = []
+    monkeypatch.setattr(engine, "return_freed_memory_if_scarce", lambda: returned.append(1))
+    for _ in range(2):
+        engine.decode(tiny_target(tiny_model("llama")), None, tiny_prompts(5), max_new_tokens=2)
+    assert returned == [1, 1]
