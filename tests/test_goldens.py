@@ -39,7 +39,6 @@ from tests.train.doctor_checks.test_planted_defects import (
     add_loops,
     cut_off,
     say_a_special_token,
-    shorten,
 )
 from tests.worlds import Done
 
@@ -283,7 +282,7 @@ def test_the_doctor_finds_the_same(lab: Lab) -> None:
     folder = lab.folder / "chat"
     tokenizer = sets.save_target(folder)
     rows = sets.clean_rows(tokenizer)
-    for plant in (cut_off, add_loops, shorten, say_a_special_token):
+    for plant in (cut_off, add_loops, say_a_special_token):
         plant(tokenizer, rows)
     rows[1]["loss_spans"][0][0] += 1
     rows[2]["loss_spans"] = []

@@ -313,7 +313,7 @@ class Unfinished(FamilySettings):
 FOREIGN = {name: [] for name in OWN} | {
     "dspark": ["steps 3", "retention 0.5", "exit_layer 2", "heads 2", "lora_rank 4"],
     "eagle3": ["markov_rank 8", "block 4"],
-    "medusa": ["keep_layers 2", "vocab 60", "target_lora_rank 2"],
+    "medusa": ["layers [0]", "vocab 60", "target_lora_rank 2"],
     "eagle1": ["vocab 60", "taps [1, 2]"],
     "layerskip2": ["init x", "exit_width 3", "activation_checkpointing true"],
 }

@@ -2,7 +2,7 @@
 
     accelerate launch train/distill.py --config configs/bundled/causal.yaml
     accelerate launch train/distill.py --target T --data outputs/samples --draft.init small-lm --out DIR
-    accelerate launch train/distill.py … --draft.init small-lm --draft.keep_layers 12 --draft.vocab 32000
+    accelerate launch train/distill.py … --draft.init small-lm --draft.layers '[0, 1, 2, 5]' --draft.vocab 32000
 
 Killed at any moment, the same command resumes from its last checkpoint and ends with exactly the weights that an
 undisturbed run gives. The draft's folder in --out decodes with eval/run.py and decode/generate.py.

@@ -29,15 +29,12 @@ from decode.common.typed_json import to_json
 from decode.distributed.placement import load_target
 from decode.drafts.base import check_request
 from decode.model import attention
-from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target, adopt_tokenizer
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from train.data import manifest, mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.causal import TrainableCausal
-from train.families.settings.causal import CausalSettings
 from train.hub.upload import check_labels, resolve_repo
 from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
 from train.planning.estimates import FlopsCounter, estimate_resources
@@ -46,7 +43,6 @@ from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.trainer import checkpoint, collective, draft_metadata, on_policy, sharding
 from train.trainer.acceptance_eval import AcceptanceEval
 from train.trainer.launch import attention_in_force, in_force, init_accelerator
-from train.trainer.layer_choice import CHOICE_FILE, settle_layers, spread_layers
 from train.trainer.loop import Training, build_optimizers, train
 from train.trainer.on_policy import OnPolicyBuffer
 from train.trainer.settings import DistillConfig
@@ -60,7 +56,7 @@ OWNED_FILES = (
     METADATA_FILE,
     "adapter/*",
     "metrics.jsonl",
-    CHOICE_FILE,
+    "layer_choice.json",  # of earlier versions
     "wandb_run_id.txt",
     "wandb/**",
     "tensorboard/**",
@@ -218,14 +214,6 @@ def run_dry_run(
     """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
     console.print(in_force(s, accelerator))
     loop = replace(s.loop, steps=max(2, s.loop.steps))
-    if isinstance(s.draft, CausalSettings) and s.draft.keep_layers:
-        assert isinstance(parts.trainable, TrainableCausal)
-        layers = spread_layers(len(layer_stack(parts.trainable.lm)), s.draft.keep_layers)
-        console.print(
-            f"layers {layers} stand for those that will be chosen: which ones matters to acceptance alone"
-        )
-        parts.trainable.keep_layers(layers)
-        s = replace(s, draft=s.draft.with_layers(layers))
     every = s.on_policy.every if s.on_policy.share > 0 else 0
     with shared_temp_folder(accelerator.wait_for_everyone) as folder:
         training = build_training(replace(s, out=folder, loop=loop), accelerator, parts)
@@ -277,14 +265,8 @@ def distill(
             checkpoint.remove_partial(out)
             sample_store.remove_partial(out)
     fill_feature_store(accelerator, parts, console)
-    full_settings = s
-    if isinstance(s.draft, CausalSettings) and s.draft.keep_layers:
-        assert isinstance(trainable, TrainableCausal)
-        inputs = {**parts.inputs.to_json(), "tokenizer": parts.inputs.tokenizer}
-        layers = settle_layers(s, accelerator, trainable, parts.rows, inputs, console)
-        full_settings = replace(s, draft=s.draft.with_layers(layers))
     training = build_training(s, accelerator, parts)
-    full_copy = build_full_copy(full_settings, accelerator, parts)
+    full_copy = build_full_copy(s, accelerator, parts)
     with collective.raise_on_all_ranks(accelerator):
         damage = partial(on_policy.find_damage, s)
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)

@@ -60,23 +60,6 @@ class ReducedVocabulary:
 
 
 @dataclass(frozen=True)
-class RemovedLayer:
-    layer: int
-    acceptance: float  # without it and those before it
-
-
-@dataclass(frozen=True)
-class ChosenLayers:
-    """Which layers of a small LM were kept, by measurement (train/trainer/layer_choice.py)."""
-
-    depth: int
-    tokens: int
-    acceptance: float
-    removed: list[RemovedLayer]
-    kept: list[int]
-
-
-@dataclass(frozen=True)
 class LearnedFrom:
     """What a training learned from, by content; more than one if a change was allowed."""
 
@@ -111,7 +94,6 @@ class DraftMetadata:
     cost: Omitted[TimeSpent] = None
     norms: Omitted[list[Word]] = None
     vocabulary: Omitted[ReducedVocabulary] = None
-    layer_choice: Omitted[ChosenLayers] = None
     original_target: Omitted[TargetRecord] = None
     """What `target` was before it was trained together with the draft."""
     argv: Private[Omitted[list[str]]] = None

@@ -15,7 +15,7 @@
 - gpu/: a layer in few kernels on a GPU, split-KV attention among them
 - masks: masks of training, and attention under them for long samples
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
-- cut_layers: models with fewer layers, for good or on trial
+- cut_layers: models with fewer layers
 - regions: decoder layers as regions of compiled code, and which layers are alike
 - hidden_states: hidden states captured during a forward, and the LM head as a function
 - linear: linear layers as a CPU multiplies by them fastest; inductor_linear: what inductor writes for

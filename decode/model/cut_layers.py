@@ -1,12 +1,10 @@
-"""A language model with fewer layers: cut for good, its config with it, or with some of them left out on trial."""
+"""A language model with fewer layers, and its config with it."""
 
-import copy
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decode.common.errors import UserError, one_line
 from decode.model.layer_stack import (
@@ -14,8 +12,6 @@ from decode.model.layer_stack import (
     layer_stack,
     layer_stack_name,
     renumber_layers,
-    shallow_copy,
-    with_module,
 )
 from decode.model.loading import auto_class
 
@@ -34,13 +30,6 @@ def cut_layers(model: Any, layers: Sequence[int]) -> None:
     model.set_submodule(name, nn.ModuleList([stack[i] for i in layers]))
     renumber_layers(model, layers)
     check_config(model)
-
-
-def check_cut(config: Any, layers: Sequence[int]) -> None:
-    """UserError if a model of this `config` cannot be cut to these layers, before there is one."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(copy.deepcopy(config))
-    cut_layers(model, layers)
 
 
 def check_config(model: Any) -> None:
@@ -86,27 +75,3 @@ def output_counts(model: Any, modules: Sequence[nn.Module]) -> list[int]:
         for handle in handles:
             handle.remove()
     return [found[id(module)] for module in modules]
-
-
-def with_replaced(model: Any, replaced: Mapping[int, nn.Module]) -> Any:
-    """A copy of `model` with other modules in place of some of its layers; it shares all others and the config."""
-    stack = [replaced.get(number, layer) for number, layer in enumerate(layer_stack(model))]
-    return with_module(model, layer_stack_name(model), nn.ModuleList(stack))
-
-
-def left_out(layer: nn.Module, outputs: int, state: Tensor | None = None) -> nn.Module:
-    """A copy of `layer` that computes nothing: it returns the hidden states that it gets, or `state` in their place.
-
-    It has the layer's attributes, by which some models choose a mask, and returns as many `outputs` (0: no tuple).
-    """
-    copied = shallow_copy(layer)
-    copied._modules, copied._parameters = {}, {}
-    copied.forward = partial(_pass_on, outputs, state)
-    return copied
-
-
-def _pass_on(
-    outputs: int, state: Tensor | None, hidden_states: Tensor, *_: Any, **__: Any
-) -> Tensor | tuple[Tensor | None, ...]:
-    out = hidden_states if state is None else state
-    return (out, *[None] * (outputs - 1)) if outputs else out

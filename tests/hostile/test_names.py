@@ -50,7 +50,6 @@ NAMES = [
     ("train/sample.py", "--sources '[{kind: hub}]'", "path"),
     ("train/sample.py", "--sources '[{kind: hub, path: no/such-set}]'", "no/such-set"),
     ("train/sample.py", "--origin text --sources '[{kind: file, path: $lab/prompts.jsonl, samples: 3}]'", "samples"),
-    ("train/doctor.py", "--turns some", "turns"),
     ("train/doctor.py", "--sources '[{kind: bundled, path: poetry}]'", "poetry"),
     ("train/distill.py", "--loss nonsense", "loss"),
     ("train/distill.py", "--divergence.mix '{nonsense: 1}'", "nonsense"),

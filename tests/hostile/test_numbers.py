@@ -15,7 +15,7 @@ NUMBERS = {
         loop.clip 0 | loop.epochs 1e30 | divergence.mix '{hard_ce: .nan}' | weights.decay .nan | draft.heads 0 |
         draft.lora_rank -1 | draft.target_lora_rank 0 | on_policy.every 0
     """,
-    "train/doctor.py": "vocabs '[0]' | near_duplicates .nan",
+    "train/doctor.py": "max_length 0 | worth .nan",
     "eval/run.py": "k 0 | temperatures '[-1.0]' '[.inf]' '[0.0, 0.0]' | acceptance.rows 0",
     "eval/tune.py": """
         ks '[0]' '[]' '[1, 1]' '[1000000]' | calibrate '[3, 1]' '[1]' '[0, 2]' | tree_nodes '[0]' '[100000]' |

@@ -149,7 +149,6 @@ WORDS = [
     ("train/distill.py", "--revision main", "revision"),
     ("eval/run.py", "--revision main", "revision"),
     ("eval/tune.py", "--revision main", "revision"),
-    ("train/distill.py", "--draft.layers '[0]' --draft.keep_layers 1", "keep_layers"),
     ("train/distill.py", "--draft.init ''", "draft"),
     ("train/distill.py", "--draft.init_config '{a: 1}'", "draft"),
     ("train/distill.py", "--draft.init '' --draft.init_config '{no_such_field: 1}'", "no_such_field"),

@@ -231,7 +231,6 @@ def test_layers_and_new_configs_make_drafts(
         ("--loop.pack", "true", "loop.pack: set it to false"),
         ("--draft.family", "medusa", "draft.family: train a causal draft"),
         ("--draft.init", "assets/draft", "tokenizer"),
-        ("--draft.keep_layers", 1, "name an encoder-decoder's in draft.layers"),
         ("--draft.layers", "[1]", "keep layer 0"),
     ],
 )

@@ -48,10 +48,6 @@ class ChatTemplate:
     """enable_thinking changes the generation prompt."""
     drops_thoughts: bool
     """Of earlier replies only what follows `</think>` stays."""
-    rewrites_history: bool
-    """A reply without thoughts is rendered otherwise once another turn follows."""
-    doubles_bos: bool
-    """The template's text begins with BOS, and the tokenizer puts another one in front."""
 
     def facts(self) -> dict[str, str]:
         return {
@@ -110,7 +106,6 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     tools = [{"type": "function", "function": function}]
     history = render(tokenizer, [*asked, assistant(PROBE_REPLY), user(NEXT)], True)
     longer = render(tokenizer, [*asked, assistant(REPLY), user(NEXT)], True)
-    bos = tokenizer.bos_token_id
     return ChatTemplate(
         tokenizer=tokenizer,
         opening=opening,
@@ -129,8 +124,6 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
         tool_results=_kept(render(tokenizer, [*calls, result], True), LAST),
         has_thinking_switch=thinks != plain,
         drops_thoughts=history is not None and "\nwhy\n" not in history,
-        rewrites_history=longer is not None and not longer.startswith(opened + REPLY),
-        doubles_bos=bos is not None and tokenizer(opened)["input_ids"][:2] == [bos, bos],
     )
 
 

@@ -3,8 +3,7 @@
     findings.py       the table of all findings: name, severity, cost, advice; and the tally that counts rows by them
     rows.py           a row of a set with its labels, text and messages
     boundary.py       where each reply's mask begins and ends; rows that the template renders otherwise
-    answers.py        truncated, short and looping answers, rows that training cuts; thinking, tools, several turns
-    corpus.py         repeated prompts and those that are evaluated on; scripts, code, lengths; vocabulary coverage
+    answers.py        truncated and looping answers, rows that training cuts; what the template refuses or drops
     lookup.py         how far answers copy: the τ of an n-gram on them
     examination.py    one pass over sampled sets, or over prompts, with all checks
     rendering.py      samples with their mask and all findings, for a terminal and as an HTML page of the same

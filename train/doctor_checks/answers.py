@@ -1,8 +1,4 @@
-"""What is wrong with answers, and what chats hold: thoughts, tools, system messages, several turns.
-
-Answers teach little or nothing that are cut off, very short, loops, with special tokens, or cut by training. Of what
-chats hold is told how often it occurs, and whether the template keeps it.
-"""
+"""What is wrong with answers (cut off, loops, special tokens, cut by training), and with the chat template."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,16 +8,10 @@ import numpy as np
 
 from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
-from eval.tasks.row_forms import message_text
 from train.data.conversations import Prompt
 from train.data.template_probe import ChatTemplate, user
 from train.doctor_checks.findings import Defect, Tally, count, percent
 from train.doctor_checks.rows import SeenRow
-from train.settings.data import TurnSelection
-
-OPEN, CLOSE = "<think>", "</think>"
-TOOL_MARKS = ("<tool_call>", "<tool_response>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call")
-"""What models write around tool calls and their results."""
 
 
 class AnswerCheck:
@@ -34,15 +24,14 @@ class AnswerCheck:
         eos: frozenset[int],
         vocab_size: int,
         max_length: int,
-        short: int,
     ):
         self.tally, self.tokenizer, self.eos, self.vocab_size = tally, tokenizer, eos, vocab_size
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = added | set(tokenizer.all_special_ids) | eos
         self.inside = Counter[int]()
-        self.max_length, self.short = max_length, short
+        self.max_length = max_length
         self.ends = self.read = 0
-        tally.said |= {"max_length": max_length, "short": short}
+        tally.said["max_length"] = max_length
 
     def add(self, row: SeenRow) -> None:
         tally, labels = self.tally, int(row.labels.sum())
@@ -53,9 +42,7 @@ class AnswerCheck:
             tally.add("tokens outside the vocabulary", row)
         if lost := int(row.labels[self.max_length :].sum()):
             tally.add("rows longer than training reads", row, lost)
-        if labels == 0:
-            tally.add("rows without labels", row)
-        elif not row.is_window:
+        if labels > 0 and not row.is_window:
             self._add_answers(row, labels)
 
     def _add_answers(self, row: SeenRow, labels: int) -> None:
@@ -66,8 +53,6 @@ class AnswerCheck:
         answers = [row.ids[start:end] for start, end in row.spans]
         self.ends += sum(answer[-1] in self.eos for answer in answers)
         said = [answer[: len(answer) - (answer[-1] in self.eos)] for answer in answers]
-        if sum(map(len, said)) < self.short:
-            tally.add("very short answers", row, labels)
         if looping := sum(map(loop_length, said)):
             tally.add("loops", row, looping)
         if inside := [token for ids in said for token in ids if token in self.special]:
@@ -101,108 +86,32 @@ def loop_length(ids: list[int]) -> int:
     return longest
 
 
-class FeatureCheck:
-    """Counts rows of a set by what their chats hold."""
-
-    def __init__(self, tally: Tally, template: ChatTemplate | None):
-        self.tally, self.template = tally, template
-        self.counts: Counter[str] = Counter()
-        self.drops_thoughts = self.loses_tools = False
-        if template is not None:
-            self.drops_thoughts = template.drops_thoughts
-            self.loses_tools = "kept" not in (template.tool_calls, template.tool_results)
-        self.several, self.thinking = Defect(), Defect()
-        tally.said["template"] = template
-
-    def add(self, row: SeenRow) -> None:
-        if row.is_window or not row.spans:
-            return
-        turns = [m["role"] for m in row.messages or []]
-        replies = max(turns.count("assistant"), len(row.spans))
-        calls = any(mark in row.text for mark in TOOL_MARKS)
-        self.counts.update(
-            replies=replies, supervised=len(row.spans), system="system" in turns, tools=calls
-        )
-        if replies > 1:
-            self.several.add(row)
-        if calls and self.loses_tools:
-            self.tally.add("template does not keep tools", row)
-        if any(OPEN in text or CLOSE in text for text in row.replies):
-            self.thinking.add(row)
-            thoughts = list(map(thoughts_of, row.replies))
-            self.counts["empty"] += not any(thoughts)
-            if any(OPEN in text and CLOSE not in text for text in row.replies):
-                self.tally.add("thoughts without an end", row, int(row.labels.sum()))
-            if any(thoughts[:-1]) and self.drops_thoughts:
-                self.tally.add("thoughts in earlier turns", row)
-
-    def finish(self) -> None:
-        """Reports replies without labels; and whether answers think, where the template has a switch for it or some
-        do."""
-        counts, rows = self.counts, self.tally.looked["replied"]
-        if counts["supervised"] < counts["replies"]:
-            self.tally.report(
-                "turns that are not supervised", self.several.rows, rows, self.several,
-                supervised=counts["supervised"], replies=counts["replies"],
-            )  # fmt: skip
-        switch = self.template is not None and self.template.has_thinking_switch
-        if self.thinking.rows or switch:
-            setting = ": --template '{enable_thinking: false}', or chat_template_kwargs of rows"
-            self.tally.report(
-                "thinking", self.thinking.rows or rows, rows, self.thinking,
-                thinking=percent(self.thinking.rows - counts["empty"], rows),
-                served="enable_thinking is a setting of the template" if switch else "no setting of it",
-                setting=setting * switch,
-            )  # fmt: skip
-
-    def facts(self) -> dict[str, str | int]:
-        counts, thinking = self.counts, self.thinking.rows
-        return {
-            "chats of several turns": f"{self.several.rows:,} of {self.tally.looked['replied']:,}",
-            "supervised replies": f"{counts['supervised']:,} of {counts['replies']:,}",
-            "with a system message": counts["system"],
-            "with tool calls or results": counts["tools"],
-            "with thinking": f"{thinking:,} ({counts['empty']:,} with empty thoughts)",
-        }
-
-
 def check_sources(
-    tally: Tally,
-    prompts: Sequence[tuple[SeenRow, Prompt]],
-    template: ChatTemplate | None,
-    turns: TurnSelection,
+    tally: Tally, prompts: Sequence[tuple[SeenRow, Prompt]], template: ChatTemplate | None
 ) -> dict[str, str | int]:
-    """How many prompts before sampling hold what; reports what of it the template would lose."""
+    """How many prompts before sampling hold what; reports what of it the template drops."""
     found = defaultdict[str, Defect](Defect)
     for row, prompt in prompts:
         messages = prompt.messages or []
-        replies = [m for m in messages if m["role"] == "assistant"]
         held = {
             "system messages": any(m["role"] == "system" for m in messages),
             "tools": prompt.tools is not None,
             "tool calls": any(m.get("tool_calls") for m in messages),
             "tool results": any(m["role"] == "tool" for m in messages),
-            "turns": len(replies) > 0,
-            "thoughts": any(thoughts_of(message_text(m)) for m in replies),
+            "turns": any(m["role"] == "assistant" for m in messages),
         }
         for what in (what for what, holds in held.items() if holds):
             found[what].add(row)
     if template is not None:
         keeps = (template.system, template.tools, template.tool_calls, template.tool_results)
         names = ("system messages", "tools", "tool calls", "tool results")
-        for what, kept in zip(names, keeps, strict=True):
-            refuses, drops = "template refuses {what}", "template drops {what}"
-            if kept != "kept":
-                kind = refuses if kept == "refused" else drops
-                tally.report(kind, found[what].rows, len(prompts), found[what], what=what)
-        if turns == "all" and (template.drops_thoughts or template.rewrites_history):
-            several = found["turns"]
-            tally.report("turns cannot be sampled", several.rows, len(prompts), several)
+        for what in (what for what, kept in zip(names, keeps, strict=True) if kept == "dropped"):
+            kind = "template drops {what}"
+            tally.report(kind, found[what].rows, len(prompts), found[what], what=what)
     return {
         "with a system message": found["system messages"].rows,
         **{f"with {name}": found[name].rows for name in ("tools", "tool calls", "tool results")},
         "chats of several turns": found["turns"].rows,
-        "with thoughts in earlier replies": found["thoughts"].rows,
     }
 
 
@@ -221,11 +130,3 @@ def check_template(
         known = ", ".join(repr(tokenizer.decode([i])) for i in sorted(eos)[:4])
         ends = tokenizer.decode(template.turn_end)
         tally.report("a turn's end is no EOS", 1, 1, ends=ends, known=known)
-    if template is not None and template.doubles_bos:
-        tally.report("template and tokenizer both add BOS", 1, 1)
-
-
-def thoughts_of(text: str) -> str:
-    if OPEN not in text and CLOSE not in text:
-        return ""
-    return text.partition(CLOSE)[0].rpartition(OPEN)[2].strip()

@@ -1,7 +1,6 @@
 """One pass over sampled sets, or over prompts before sampling, with all checks.
 
-Rows are read one by one. In memory stay counts, digests of prompts, a few examples, and the chosen sample of rows whose
-text is rendered and tokenised again and compared in pairs.
+Rows are read one by one. In memory stay counts and a few examples.
 """
 
 import json
@@ -17,25 +16,25 @@ from decode.common.template_choice import describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
 from train.data.conversations import Conversation, Prompt, encode_prompt
+from train.data.filters import EvaluationOverlap
 from train.data.manifest import load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.sources import (
     NO_PROMPTS,
     REFUSED,
-    REPEATS,
     ReadLog,
     evaluation_texts,
     stream_prompts,
 )
 from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
-from train.doctor_checks.answers import AnswerCheck, FeatureCheck, check_sources, check_template
+from train.doctor_checks.answers import AnswerCheck, check_sources, check_template
 from train.doctor_checks.boundary import BoundaryCheck
-from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.lookup import LookupCheck
 from train.doctor_checks.rows import SeenRow, prompt_row
 from train.settings.data import DoctorConfig
 
+EVALUATED = "evaluation prompt in the data"
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
 such as each with a date of its own, are not rendered again."""
@@ -93,12 +92,9 @@ def examine_sets(
     config = load_config(s.target, "target", s.revision)
     size = int(config.get_text_config(decoder=True).vocab_size)
     tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
-    answers = AnswerCheck(tally, reader.tokenizer, reader.eos, size, s.max_length, s.short)
+    answers = AnswerCheck(tally, reader.tokenizer, reader.eos, size, s.max_length)
     boundary = BoundaryCheck(tally, template, reader.eos, prompts)
-    overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
-    features, mix = FeatureCheck(tally, template), MixCheck(tally)
-    coverage = CoverageCheck(tally, size, reader.eos, s.vocabs)
-    lookup = LookupCheck(tally)
+    evaluation, lookup = EvaluationOverlap(evaluation_texts(s.decontaminate)), LookupCheck(tally)
     check_template(tally, reader.tokenizer, template, reader.eos)
     tally.said["items"] = "rows"
     first: list[SeenRow] = []
@@ -107,20 +103,22 @@ def examine_sets(
         if not 0 <= min(row.ids, default=0) <= max(row.ids, default=0) < size:
             continue  # such ids have no text
         tally.looked.update(texts=1, chosen=row.chosen)
-        for check in (boundary, overlap, features, mix, coverage, lookup):
-            check.add(row)
+        boundary.add(row)
+        lookup.add(row)
+        if evaluation.overlaps(row.asked):
+            tally.add(EVALUATED, row)
         if holds_rendered_text(marks, row):
             tally.said.setdefault("example", row.id)
             tally.add("text is rendered already", row)
         first += [row.kept()] if len(first) < s.show else []
-    for finished in (boundary, answers, overlap, features, coverage, lookup):
+    for finished in (boundary, answers, lookup):
         finished.finish()
     labels, looked = tally.labels, tally.looked
     facts: dict[str, str | int] = {
-        "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered and tokenised again)",
+        "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
     }
-    facts |= features.facts() | mix.facts() | coverage.facts() | lookup.facts()
+    facts |= lookup.facts()
     return _examination(s, tally, looked["rows"], facts, first)
 
 
@@ -159,13 +157,11 @@ def examine_prompts(
     reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
     bare, _ = renderings.of(renderings.usual)
     tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
-    overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
-    mix = MixCheck(tally)
-    tally.said |= {"context": reader.context, "refused": "; ".join(log.refused), "items": "prompts"}
+    evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
+    tally.said |= {"refused": "; ".join(log.refused), "items": "prompts"}
     tally.looked["rows"] = len(prompts)
     seen: list[tuple[SeenRow, Prompt]] = []
-    chosen = _chosen(s, len(prompts))
-    for i, prompt in enumerate(prompts):
+    for prompt in prompts:
         try:
             ids = encode_prompt(bare.tokenizer, prompt)
             bare.check_embedded(Conversation([ids], []))
@@ -175,24 +171,19 @@ def examine_prompts(
             tally.add("prompt is refused", refused)
             continue
         own, its = renderings.of(renderings.usual, prompt.arguments)
-        row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, i in chosen)
-        tally.looked.update(texts=1, chosen=row.chosen)
-        if len(ids) >= reader.context:
-            tally.add("prompt longer than the context", row)
+        row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, False)
+        tally.looked["texts"] += 1
         if marks.found_in_prompt(prompt):
             tally.said.setdefault("example", prompt.id)
             tally.add("text is rendered already", row)
-        overlap.add(row)
-        mix.add(row)
+        if evaluation.overlaps(row.asked):
+            tally.add(EVALUATED, row)
         seen.append((row, prompt))
-    overlap.finish()
     tally.report("row is refused", log.dropped[REFUSED], log.rows)
-    repeated = log.dropped[REPEATS]
-    tally.report("repeated contents", repeated, len(prompts) + repeated)
-    counts = check_sources(tally, seen, template, s.turns)
+    counts = check_sources(tally, seen, template)
     check_template(tally, reader.tokenizer, template, reader.eos)
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
-    facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
+    facts = {"prompts": f"{len(prompts):,}", **forms, **counts}
     return _examination(s, tally, len(prompts), facts, [row for row, _ in seen[: s.show]])
 
 
@@ -216,7 +207,7 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
 
 
 def _chosen(s: DoctorConfig, count: int) -> set[int]:
-    """Which of `count` rows are rendered and tokenised again."""
+    """Which of `count` rows are rendered again."""
     return set(mixture.shuffled(count, s.seed)[: s.rows or None].tolist())
 
 

@@ -32,8 +32,6 @@ class FindingKind:
     """The setting or the step that mends it."""
     by_tokens: bool = False
     """The share of the labels decides about the severity, not that of the rows."""
-    shown: str = ""
-    """The name in reports, where two kinds share one; empty: `name`."""
 
 
 # fmt: off
@@ -46,31 +44,16 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("a turn's end is no EOS", STOPS, "",
         "the template ends replies with {ends!r}, but generation ends at {known}: answers run on to the limit",
         "add its id to eos_token_id in the target's generation_config.json, and sample again"),
-    FindingKind("template and tokenizer both add BOS", NOTE, "",
-        "an engine that tokenises the rendered chat as text gives the target two BOS tokens",
-        "serve through the chat API, or tokenise with add_special_tokens false"),
     # Prompts before sampling
     FindingKind("prompt is refused", STOPS, "rows",
         "{share} of the prompts cannot be encoded; sampling skips them, and ends above its max_bad_rows: {why:.160}",
         "remove or change them"),
-    FindingKind("prompt longer than the context", COSTS_OR_NOTE, "rows",
-        "{share} of the prompts leave no room for an answer in {context:,} tokens and are not sampled",
-        "filters.max_prompt, or shorter prompts"),
     FindingKind("row is refused", STOPS_OR_COSTS, "",
         "{share} of the rows cannot be read; sampling skips them, and ends above its max_bad_rows: {refused:.400}",
         "correct or remove them"),
-    FindingKind("repeated contents", COSTS_OR_NOTE, "",
-        "{share} of the prompts read are equal to earlier ones: sampling drops them, so there are fewer than it seems",
-        "more prompts", shown="repeated prompts"),
-    FindingKind("template refuses {what}", STOPS, "",
-        "{share} of the prompts have {what}, which the template refuses: sampling ends there",
-        "remove them from the prompts, or give the target a template that keeps {what}"),
     FindingKind("template drops {what}", COSTS, "",
         "{share} of the prompts have {what}, which the template drops: the target answers without them",
         "remove them from the prompts, or give the target a template that keeps {what}"),
-    FindingKind("turns cannot be sampled", STOPS, "",
-        "{share} of the prompts are chats of several turns, and the template changes earlier replies: with --turns all "
-        "sampling refuses them", "--turns last", shown="template rewrites history"),
     # Where labels begin and end
     FindingKind("mask begins at the wrong token", STOPS_OR_COSTS, "replied",
         "{share} of the rows are masked from another token than the first generated one (by {by}; {late} too late, "
@@ -86,30 +69,13 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("BOS twice", STOPS_OR_COSTS, "texts",
         "{share} of the rows begin with two BOS tokens, which the target is not served with: its distributions in them "
         "are others", "drop the BOS of the text (train/sample.py does) and make the set again"),
-    # What the template or the tokenizer would write otherwise
+    # What the template would write otherwise
     FindingKind("prompt is rendered otherwise", COSTS, "compared",
         "{share} of the rows looked at begin with other tokens than the template gives today: the draft learns "
         "contexts that are never served", "sample again with the template that is served"),
     FindingKind("template rewrites history", COSTS, "rendered",
-        "{share} of the rows looked at hold earlier replies that the template renders otherwise ({token_share} of all "
-        "labels): these contexts are never served", "sample with --turns last"),
-    FindingKind("template changes the reply", NOTE, "rendered",
-        "{share} of the rows looked at hold a last reply that the template trims or rearranges when it renders the "
-        "whole chat; while it is generated nothing changes", "nothing, for answers of the target itself"),
-    FindingKind("chat cannot be read back", NOTE, "compared",
-        "{share} of the rows looked at are no rendering of the target's template, or one with the date of that day: "
-        "whether they are what is served is not known",
-        "compare with the prompts: give --sources too, or sample again"),
-    FindingKind("text behind the last EOS", NOTE, "rendered",
-        "{share} of the rows looked at lack the white space that the template puts behind the end of a turn: the "
-        "target never generates it, and it is no label", "nothing"),
-    FindingKind("tokens merge across the boundary", COSTS_OR_NOTE, "tokenised",
-        "{share} of the rows looked at tokenise otherwise if prompt and reply are one text: trainers that tokenise "
-        "whole chats would lose the first label of each",
-        "keep token ids, as this set does; end prompts before white space"),
-    FindingKind("text is tokenised otherwise", NOTE, "tokenised",
-        "{share} of the rows looked at hold other tokens than their text gives, as sampling at a temperature does: a "
-        "chat whose history is sent as text has these tokens again as others", "keep token ids, as this set does"),
+        "{share} of the chats of several turns looked at hold earlier replies that the template renders otherwise "
+        "({token_share} of all labels): these contexts are never served", "sample with --turns last"),
     # Answers that teach little or nothing
     FindingKind("tokens outside the vocabulary", STOPS, "rows",
         "{share} of the rows hold ids that the target has no embedding for: training ends there",
@@ -125,57 +91,22 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("answers cut off", COSTS_OR_NOTE, "answers",
         "{share} of the answers, with {token_share} of the supervised tokens, were cut at the limit: the set shows "
         "{ends_in_words} of an answer", "raise --max_new_tokens, and --loop.max_length with it"),
-    FindingKind("very short answers", COSTS_OR_NOTE, "answers",
-        "{share} of the answers have fewer than {short} tokens and give {token_share} of the labels, while their "
-        "prompts are read in full", "filters.min_answer, or --supervise all in training"),
-    FindingKind("rows without labels", COSTS_OR_NOTE, "rows",
-        "{share} of the rows have no supervised token (skipped, too short or empty answers) and are dropped by "
-        "training", "a server that lists token ids; filters.min_answer"),
     FindingKind("rows longer than training reads", COSTS_OR_NOTE, "rows",
         "{token_share} of the supervised tokens lie behind token {max_length:,} of their row and are cut",
         "raise --loop.max_length (here --max_length)", by_tokens=True),
     FindingKind("few supervised tokens", STOPS_OR_COSTS, "",
         "{labelled} of the tokens that the target reads are labels",
         "longer answers (--max_new_tokens), --turns all, or --supervise all in training"),
-    # Prompts beside each other, and beside those of evaluation
+    # Prompts and answers as a whole
     FindingKind("evaluation prompt in the data", COSTS, "texts",
         "{share} of the prompts overlap prompts that drafts are evaluated on: what is measured on those is too good",
         "sample again with --decontaminate FILE (bundled evaluation prompts are always left out)"),
-    FindingKind("repeated prompts", COSTS_OR_NOTE, "texts",
-        "{share} of the prompts ask what an earlier one asked: their labels tell the draft little that is new",
-        "train/sample.py drops equal prompts; mix sets by weight instead"),
-    FindingKind("nearly repeated prompts", COSTS_OR_NOTE, "different",
-        "{share} of the prompts looked at share {alike} or more of their 5-word shingles with an earlier one",
-        "--filters.near_duplicates {similarity:g}"),
     FindingKind("answers copy their prompts", NOTE, "",
         "answers copy their prompts (n-gram τ {ngram_tau:.2f}): a lookup may do",
         "measure `ngram` with eval/run.py before training; a draft behind a lookup adds what is not copied"),
-    # Chats
-    FindingKind("thoughts without an end", COSTS_OR_NOTE, "replied",
-        "{share} of the answers, with {token_share} of the supervised tokens, were cut while thinking: the draft "
-        "learns no answer from them", "raise --max_new_tokens"),
-    FindingKind("turns that are not supervised", NOTE, "replied",
-        "{supervised:,} of {replies:,} replies are supervised; of chats of several turns ({share} of the rows) the "
-        "others are only read", "--turns all, if the template keeps earlier turns"),
-    FindingKind("thoughts in earlier turns", COSTS, "replied",
-        "{share} of the rows hold thoughts of earlier replies, which the template drops: later replies are learned in "
-        "contexts that are never served", "--turns last"),
-    FindingKind("thinking", NOTE, "",
-        "{thinking} of the answers think ({served}): acceptance measured here holds for serving in the same mode",
-        "sample both modes, in the shares in which they are served{setting}"),
-    FindingKind("template does not keep tools", COSTS, "replied",
-        "{share} of the rows hold tool calls or results, but the template has tools {template.tools}, calls "
-        "{template.tool_calls}, results {template.tool_results}: served chats differ",
-        "a template with tools (chat_template.jinja of the target)"),
     FindingKind("text is rendered already", STOPS_OR_COSTS, "rows",
         "{share} of the {items} hold marks of the chat template, such as {example}: it renders them once more, or "
         "learns marks and questions as answers", RENDERED_ADVICE),
-    FindingKind("answer in another script", NOTE, "chosen",
-        "{share} of the answers looked at are mostly in another script than their prompt: acceptance differs by "
-        "language", "prompts in the languages that are served"),
-    FindingKind("draft vocabulary of {size:,}", NOTE, "",
-        "{missed:.1f} % of the supervised tokens of rows that did not choose it are not in it: no acceptance there "
-        "exceeds the rest", "more answers, a --draft.vocab above {size:,}, or 0 for all tokens"),
 )}
 """{name of a kind: what is said of it}, in the order of reports."""
 # fmt: on
@@ -257,7 +188,7 @@ class Tally:
         }
         shown, cost, mend = (
             text.format(**{**known, **self.said, **said})
-            for text in (kind.shown or kind.name, kind.cost, kind.mend)
+            for text in (kind.name, kind.cost, kind.mend)
         )
         severity = kind.severity[judged < self.worth]
         names = [row.id for row in defect.examples]

@@ -23,7 +23,7 @@ class SeenRow:
     tokenizer: Any
     template: ChatTemplate | None
     chosen: bool
-    """The row is one of the sample whose text is rendered and tokenised again."""
+    """The row is one of the sample whose text is rendered again."""
 
     @functools.cached_property
     def ids(self) -> list[int]:
@@ -46,10 +46,6 @@ class SeenRow:
     @functools.cached_property
     def text(self) -> str:
         return decode(self.tokenizer, self.ids)
-
-    @functools.cached_property
-    def replies(self) -> list[str]:
-        return [decode(self.tokenizer, self.ids[start:end]) for start, end in self.spans]
 
     @functools.cached_property
     def messages(self) -> Messages | None:

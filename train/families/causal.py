@@ -16,7 +16,7 @@ from decode.drafts.base import Draft
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.compatibility import check_sizes
-from decode.model.cut_layers import check_config, check_cut, cut_layers
+from decode.model.cut_layers import check_config, cut_layers
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
@@ -52,7 +52,7 @@ class TrainableCausal(TrainableDraft):
         if s.activation_checkpointing:
             attention.recompute_layers(self.lm)
         self.adapters: LoraAdapters | None = None
-        if s.lora_rank and not s.keep_layers:
+        if s.lora_rank:
             base = "" if s.layers else s.init  # a model that was cut lies nowhere
             self.adapters = LoraAdapters(self.lm, s.lora_rank, base)
         self.tokenizer = target.tokenizer
@@ -67,13 +67,6 @@ class TrainableCausal(TrainableDraft):
     ) -> nn.Module:
         """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
         return CausalTrainer(self.lm, head, context.criterion(), ids)
-
-    def keep_layers(self, layers: Sequence[int]) -> None:
-        """Leaves the draft these layers alone, as draft.layers does. To be called before it is trained or wrapped."""
-        cut_layers(self.lm, layers)
-        if self.settings.lora_rank:
-            self.adapters = LoraAdapters(self.lm, self.settings.lora_rank, "")
-        self.muon_parameters = matrix_parameters(layer_stack(self.lm))
 
     def to_draft(self) -> Draft:
         return causal_draft(self.language_model())
@@ -179,13 +172,13 @@ def init_vocabulary(
 
 
 def build_causal_lm(s: CausalSettings, target: Target, device: str, shape: Any = None) -> Any:
-    """A trainable causal LM in fp32 whose vocabulary is the target's. With draft.keep_layers it still has all layers
-    (see train/trainer/layer_choice.py); with `shape`, the config of draft.init, no weight is read."""
-    cut = bool(s.layers) or s.keep_layers > 0
-    if [bool(s.init), bool(s.init_config), cut and not s.init].count(True) != 1:
+    """A trainable causal LM in fp32 whose vocabulary is the target's. With `shape`, the config of draft.init, no
+    weight is read."""
+    cut = bool(s.layers) and not s.init
+    if [bool(s.init), bool(s.init_config), cut].count(True) != 1:
         raise UserError(
-            "give one of draft.init (a small LM), draft.layers or draft.keep_layers (cut from the target, or with "
-            "draft.init from that) and draft.init_config (random weights)"
+            "give one of draft.init (a small LM), draft.layers (cut from the target, or with draft.init from that) and "
+            "draft.init_config (random weights)"
         )
     if s.init_config:
         return random_init(s.init_config, target).to(device)
@@ -279,33 +272,13 @@ class LoraAdapters:
 
 
 def check_layers(model: Any, s: CausalSettings) -> None:
-    """UserError for draft.layers or draft.keep_layers that `model` cannot be cut to."""
+    """UserError for draft.layers that `model` does not have."""
     depth, whole = decoder_config(model).num_hidden_layers, model.config.is_encoder_decoder
     layers = s.layers
     if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
         raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
     if whole and layers and 0 not in layers:
         raise UserError(f"draft.layers {layers}: keep layer 0, which has the position bias of all")
-    if whole and s.keep_layers:
-        raise UserError(
-            "draft.keep_layers tries the layers of causal LMs: name an encoder-decoder's in draft.layers"
-        )
-    if s.keep_layers >= depth:
-        raise UserError(
-            f"draft.keep_layers {s.keep_layers}: the model has {depth} layers: keep fewer, or leave it out"
-        )
-    if s.keep_layers:
-        check_one_can_go(model.config, depth)
-
-
-def check_one_can_go(config: Any, depth: int) -> None:
-    """UserError for a model that cannot be cut to all but one of its layers, whichever goes."""
-    for gone in reversed(range(depth)):
-        try:
-            return check_cut(config, [i for i in range(depth) if i != gone])
-        except UserError:
-            if gone == 0:
-                raise
 
 
 def copy_layers(model: Any, layers: Sequence[int]) -> Any:

@@ -111,10 +111,6 @@ def estimate_resources(
     run = ShapeRun(s, config)
     load, size = step_workload(rows, s.loop, processes), find_dtype(s.target_dtype).itemsize
     memory = resources.memory_breakdown(run, load, mixed)
-    generation = {}
-    if s.on_policy.share > 0:
-        generation = resources.generation_memory(s.on_policy, run, load, s.loop.max_length)
-        memory["writing beyond a step"] = resources.memory_beyond_step(generation, memory)
     disk = resources.disk_breakdown(run, size, s.loop.keep)
     flops = load.samples * resources.step_cost(run, load).flops
     parameters = {
@@ -132,13 +128,6 @@ def estimate_resources(
             if count > 0:
                 table.add_row(f"{part}: {name}", format_bytes(count))
         table.add_row(f"[bold]{part}, sum[/]", f"[bold]{format_bytes(sum(parts.values()))}[/]")
-        table.add_section()
-    for name, count in generation.items():
-        table.add_row(f"while it writes: {name}", format_bytes(count))
-    if generation:
-        table.add_row("while it writes: target's K/V cache", "none: it reads the texts in steps")
-        written = resources.rows_per_round(s.on_policy, load.samples)
-        table.add_row(f"texts written every {s.on_policy.every} steps", f"{written:,}")
         table.add_section()
     if not isinstance(rows, mixture.Mixture):
         table.add_row("samples", "none yet: one of this length")

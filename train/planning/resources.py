@@ -1,23 +1,20 @@
-"""What a training run needs besides a step's memory and operations (shape_run.py): disk, and on-policy generation.
+"""What a training run needs besides a step's own memory and operations (shape_run.py): copies, disk, and the operations
+of on-policy generation, whose memory a dry run measures.
 
 These are estimates: allocators and kernels add to them. Time is operations divided by a rate, which is measured
 (train/planning/dry_run.py) or given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 
-from decode.engine.engine import BUCKET
-from decode.engine.round import round_bytes
 from decode.model.hidden_states import HiddenStateSpec
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.planning import shape_run
 from train.planning.shape_run import ShapeRun, StepWorkload, TrainingCost, made_up_rows
-from train.settings.training import OnPolicyConfig
 from train.teacher.live import compute_hidden_states
 
 WEIGHTS = (shape_run.TARGET, shape_run.DRAFT, shape_run.STATES)
@@ -84,52 +81,6 @@ def reading_cost(run: ShapeRun, tokens: int = 64) -> ReadingCost:
     fused = flops.get_flop_counts()["Global"].get(shape_run.FUSED, 0)
     head = 2 * model.get_output_embeddings().weight.numel()
     return ReadingCost((flops.get_total_flops() - fused) / tokens, fused / tokens**2, head)
-
-
-def reading_memory(run: ShapeRun, rows: int, tokens: int, slots: int) -> tuple[int, int]:
-    """(bytes of the K/V cache, of what else is alive but logits) while the draft reads `rows` texts of `tokens`
-    tokens, as it does before it continues them, with room for `slots`."""
-    memory = run.memory
-    with run.without_data():
-        runner = run.trainable.language_model()
-        before = memory.now.total()
-        memory.peak = memory.now.copy()
-        runner.allocate(rows, slots)
-        length = torch.full((rows,), tokens)
-        runner.prefill(torch.zeros(rows, tokens, dtype=torch.long), length)
-        cache = memory.now.total() - before
-    run.trainable.model.train()
-    return cache, memory.peak.total() - memory.peak[shape_run.LOGITS] - before - cache
-
-
-def generation_memory(
-    s: OnPolicyConfig, run: ShapeRun, load: StepWorkload, max_length: int
-) -> dict[str, int]:
-    """Bytes on each device while the draft generates rows, weights apart. The target has no K/V cache meanwhile.
-
-    `max_length`: the length to which samples are cut. Weights and activations are in fp32. Probabilities are those of
-    the target's tokens, also where the draft has a reduced vocabulary.
-    """
-    rows = min(s.batch_size, rows_per_round(s, load.samples) // load.processes or 1)
-    length = min(load.max_tokens + s.max_new_tokens, max_length)
-    slots = -(-(length + 5) // BUCKET) * BUCKET  # the engine reserves a few slots ahead
-    cache, states = reading_memory(run, rows, max(1, length - s.max_new_tokens), slots)
-    return {
-        "draft's K/V cache": cache,
-        "states of the draft": states,
-        "logits and probabilities": round_bytes(rows, 1, run.vocab, s.sampling),
-    }
-
-
-def memory_beyond_step(needs: Mapping[str, int], step: Mapping[str, int]) -> int:
-    """Bytes of `needs` beyond those of a training step, `step`, of which only weights stay between steps."""
-    passing = sum(count for name, count in step.items() if name not in WEIGHTS)
-    return max(0, sum(needs.values()) - passing)
-
-
-def rows_per_round(s: OnPolicyConfig, batch: int) -> int:
-    """Rows that the draft generates per round at most, over all processes, for steps of `batch` rows."""
-    return int(s.every * batch * Fraction(str(s.share)))
 
 
 def generation_flops(cost: ReadingCost, rows: Sequence[SampleRow]) -> float:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -53,15 +52,7 @@ PRODUCTS = {
 
 
 class FloatsWithoutData(TorchDispatchMode):
-    """Whole numbers and masks are computed, floating-point and large tensors have shapes only, on "meta".
-
-    What an operation makes of tensors without data is asked of torch once for the same shapes: its own way to find
-    that out is Python, which is most of a step's time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[Any, tuple[Any, ...]] = {}
+    """Whole numbers and masks are computed, floating-point and large tensors have shapes only, on "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket
@@ -87,47 +78,7 @@ class FloatsWithoutData(TorchDispatchMode):
             )
         ):
             args, kwargs = _map(lambda x: x.to("meta"), (args, kwargs))
-            return self.shaped(func, args, kwargs)
         return _map(_floats_to_meta, func(*args, **kwargs))
-
-    def shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` of tensors on "meta"."""
-        if not _makes_one(func):
-            return _map(_floats_to_meta, func(*args, **kwargs))
-        key = func, _described((args, kwargs))
-        if key not in self.known:
-            made = func(*args, **kwargs)
-            self.known[key] = made.shape, made.stride(), made.dtype
-            return made
-        shape, stride, dtype = self.known[key]
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-@cache
-def _makes_one(func: Any) -> bool:
-    """Whether the operation returns one new tensor and changes none. One that is made of others, such as dropout, may
-    return what it was given."""
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
-    returned = func._schema.returns
-    return (
-        not func._schema.is_mutable
-        and not composite
-        and [str(one.type) for one in returned] == ["Tensor"]
-        and returned[0].alias_info is None
-    )
-
-
-def _described(x: Any) -> Any:
-    """What the shape and dtype of an output follow from, hashable; 1 and 1.0 are told apart."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype
-    if isinstance(x, tuple | list):
-        return tuple(map(_described, x))
-    if isinstance(x, dict):
-        return tuple((key, _described(y)) for key, y in x.items())
-    return type(x), x
 
 
 def _is_large(func: Any, tensors: list[Tensor]) -> bool:

@@ -118,22 +118,14 @@ class DoctorConfig:
     sources: list[PromptSource] = field(default_factory=list)
     """Prompts before sampling, as in train/sample.py. With `data` too, rows are compared with the prompts they
     answer, which also shows a wrong boundary where the target has no chat template."""
-    turns: TurnSelection = "last"
-    """sources: which replies are to be sampled, as in train/sample.py."""
     decontaminate: str | list[str] = ""
     """Files or folders with evaluation prompts besides the bundled ones."""
     max_length: Count = 4096
     """Tokens of a row that training reads: --loop.max_length of train/distill.py, whose default is the family's."""
-    vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])
-    """Sizes of draft vocabularies whose coverage of the labels is measured."""
-    short: Count = 3
-    """Answers with fewer tokens, their end not counted, are very short."""
-    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.8
-    """Prompts are nearly equal if they share this part of their 5-word shingles; 0: not looked for."""
     worth: Share = 0.05
     """From this share of the rows or labels on a defect costs something (or stops, if it is grave)."""
     rows: CountOrZero = 2000
-    """Rows of each set, chosen by the seed, whose text is rendered and tokenised again; 0: all."""
+    """Rows of each set, chosen by the seed, whose text is rendered again; 0: all."""
     show: CountOrZero = 3
     """Samples to show, those of the gravest findings first."""
     show_tokens: Count = 300

@@ -9,7 +9,6 @@
     collective.py       errors, values and the output folder across ranks
     launch.py           Accelerate is started, as settings and launcher say together
     sharding.py         FSDP2 and DeepSpeed: limits, what is not the launcher's choice, gathering the whole draft
-    layer_choice.py     which layers a small LM keeps, by measurement
     on_policy.py        training rows that the draft generates itself
     acceptance_eval.py  τ and α of the draft during training
     draft_metadata.py   draftsmith.json of a trained draft

@@ -52,8 +52,7 @@ def probed(template: str) -> ChatTemplate:
         (TOOLS, "<2>assistant\n", {"tools": "kept", "tool_calls": "kept", "tool_results": "kept"}),
         (REASONING, "<2>assistant\n", {"drops_thoughts": True, "has_thinking_switch": True}),
         (CHATML, "<2>assistant\n", {"drops_thoughts": False, "has_thinking_switch": False}),
-        (REASONING, "<2>assistant\n", {"rewrites_history": False}),
-        (OPENS_A_THOUGHT, "<4><think>\n", {"rewrites_history": True, "tool_calls": "kept"}),
+        (OPENS_A_THOUGHT, "<4><think>\n", {"tool_calls": "kept"}),
     ],
 )
 def test_what_a_template_does(template: str, opening: str, facts: dict[str, Any]) -> None:

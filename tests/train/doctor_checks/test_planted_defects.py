@@ -40,8 +40,6 @@ class Planted:
     plant: Callable[[Tokenizer, Rows], None]
     says: str = ""
     rows: int = len(PLACES)
-    also: tuple[str, ...] = ()
-    """Other grave findings that the defect brings."""
 
 
 def move_begin(by: int) -> Callable[[Tokenizer, Rows], None]:
@@ -74,22 +72,6 @@ def add_loops(tokenizer: Tokenizer, rows: Rows) -> None:
         replace(tokenizer, rows, i, words(f"u{i}", 6), "so it is, " * 20)
 
 
-def shorten(tokenizer: Tokenizer, rows: Rows) -> None:
-    for i in PLACES:
-        replace(tokenizer, rows, i, words(f"u{i}", 6), "ok")
-
-
-def repeat_a_prompt(tokenizer: Tokenizer, rows: Rows) -> None:
-    for i in PLACES:
-        replace(tokenizer, rows, i, words("u1", 6), words(f"a{i}", 5))
-        rows[i]["id"] = f"copy{i}#0"
-
-
-def nearly_repeat_a_prompt(tokenizer: Tokenizer, rows: Rows) -> None:
-    for i in (1, *PLACES):
-        replace(tokenizer, rows, i, words("long", 40) + f" {i}", words(f"a{i}", 20))
-
-
 def ask_an_evaluation_prompt(tokenizer: Tokenizer, rows: Rows) -> None:
     texts = [text for text in evaluation_texts() if len(text) < 300]
     for i, text in zip(PLACES, texts, strict=False):
@@ -99,17 +81,6 @@ def ask_an_evaluation_prompt(tokenizer: Tokenizer, rows: Rows) -> None:
 def say_a_special_token(tokenizer: Tokenizer, rows: Rows) -> None:
     for i in PLACES:
         replace(tokenizer, rows, i, words(f"u{i}", 6), "zqone <5> zqtwo")
-
-
-def think_without_end(tokenizer: Tokenizer, rows: Rows) -> None:
-    for i in PLACES:
-        replace(tokenizer, rows, i, words(f"u{i}", 6), "<think>\n" + words(f"t{i}", 9))
-    cut_off(tokenizer, rows)
-
-
-def drop_labels(_: Tokenizer, rows: Rows) -> None:
-    for i in PLACES:
-        rows[i]["loss_spans"] = []
 
 
 def use_foreign_ids(tokenizer: Tokenizer, rows: Rows) -> None:
@@ -143,13 +114,8 @@ PLANTED = [
     Planted("EOS is not supervised", "stops", drop_end, "12.5 %"),
     Planted("answers cut off", "costs", cut_off, "12.5 %"),
     Planted("loops", "costs", add_loops, "of the supervised tokens are loops"),
-    Planted("very short answers", "costs", shorten, "12.5 %"),
-    Planted("repeated prompts", "costs", repeat_a_prompt, "12.5 %"),
-    Planted("nearly repeated prompts", "costs", nearly_repeat_a_prompt, "80.0 %"),
     Planted("evaluation prompt in the data", "costs", ask_an_evaluation_prompt, "12.5 %"),
     Planted("special token inside a reply", "costs", say_a_special_token, "end ('<5>')"),
-    Planted("thoughts without an end", "costs", think_without_end, "12.5 %", 3, ("answers cut off",)),
-    Planted("rows without labels", "costs", drop_labels, "12.5 %"),
     Planted("tokens outside the vocabulary", "stops", use_foreign_ids, "12.5 %"),
     Planted("reply without generation prompt", "stops", leave_the_generation_prompt_out, "assistant"),
 ]  # fmt: skip
@@ -165,7 +131,7 @@ def test_a_planted_defect_is_found(planted: Planted, tmp_path: Path) -> None:
     assert (finding["severity"], finding["rows"]) == (planted.severity, planted.rows)
     assert set(finding["examples"]) == {rows[i]["id"] for i in PLACES}
     assert planted.says in finding["cost"]
-    assert set(graves(result)) == {planted.name, *planted.also}
+    assert graves(result) == [planted.name]
 
 
 def test_a_clean_set_has_no_grave_finding(tmp_path: Path) -> None:
@@ -174,10 +140,7 @@ def test_a_clean_set_has_no_grave_finding(tmp_path: Path) -> None:
     folder = save_set(tmp_path / "set", tokenizer, clean_rows(tokenizer))
     result = examine(tmp_path / "target", folder, "--strict", "true")
     assert graves(result) == []
-    facts = result["parts"]["Sampled set"]["facts"]
-    assert facts["chats of several turns"] == f"8 of {ROWS}"
-    assert facts["supervised replies"] == "32 of 32"
-    assert facts["scripts"] == "Latin 100.0 %"
+    assert result["findings"] == []
 
 
 def test_a_template_that_rewrites_history(tmp_path: Path) -> None:
@@ -192,13 +155,12 @@ def test_a_template_that_rewrites_history(tmp_path: Path) -> None:
             f"{words(f'b{i}', 5)}<1>",
         )  # fmt: skip
     result = examine(tmp_path / "target", save_set(tmp_path / "set", tokenizer, rows))
-    assert set(graves(result)) == {"template rewrites history", "thoughts in earlier turns"}
+    assert graves(result) == ["template rewrites history"]
     finding = result["found"]["template rewrites history"]
     assert (finding["rows"], set(finding["examples"])) == (3, {f"r{i}#0" for i in PLACES})
     assert finding["mend"] == "sample with --turns last"
     assert result["template"]["thoughts of earlier turns"] == "dropped"
     assert result["template"]["enable_thinking"] == "changes the prompt"
-    assert "12.5 % of the answers think" in result["found"]["thinking"]["cost"]
 
 
 def test_a_set_sampled_without_thinking(tmp_path: Path) -> None:
@@ -213,7 +175,6 @@ def test_a_set_sampled_without_thinking(tmp_path: Path) -> None:
     ]  # fmt: skip
     result = examine(tmp_path / "target", save_set(tmp_path / "set", tokenizer, rows))
     assert graves(result) == []
-    assert result["found"]["thinking"]["cost"].startswith("0.0 % of the answers think")
 
 
 def test_bos_twice(tmp_path: Path) -> None:
@@ -263,21 +224,23 @@ def test_a_set_of_another_template(tmp_path: Path) -> None:
     assert result["found"]["prompt is rendered otherwise"]["rows"] == 3
 
 
-def test_training_s_limit_and_vocabulary(tmp_path: Path) -> None:
-    """Bug: labels that training cuts, or a draft vocabulary too small for them, are not told."""
+def test_training_s_limit(tmp_path: Path) -> None:
+    """Bug: labels that training cuts are not told, or a set without any is a note."""
     tokenizer = save_target(tmp_path / "target")
     rows = clean_rows(tokenizer)
     folder = save_set(tmp_path / "set", tokenizer, rows)
-    result = examine(tmp_path / "target", folder, "--max_length", 80, "--vocabs", "[8, 100000]")
+    result = examine(tmp_path / "target", folder, "--max_length", 80)
     lost = sum(max(0, end - max(start, 80)) for row in rows for start, end in row["loss_spans"])
     labels = result["parts"]["Sampled set"]["labels"]
     assert labels == sum(end - start for row in rows for start, end in row["loss_spans"])
     cost = result["found"]["rows longer than training reads"]["cost"]
     assert cost.startswith(f"{100 * lost / labels:.1f} %")
-    assert "draft vocabulary of 8" in result["found"]
-    assert "draft vocabulary of 100,000" not in result["found"]
     few = examine(tmp_path / "target", folder, "--worth", 0.9)
-    assert "few supervised tokens" in few["found"]
+    assert few["found"]["few supervised tokens"]["severity"] == "costs"
+    for row in rows:
+        row["loss_spans"] = []
+    none = examine(tmp_path / "target", save_set(tmp_path / "none", tokenizer, rows))
+    assert none["found"]["few supervised tokens"]["severity"] == "stops"
 
 
 def test_the_loops_share_is_that_of_the_tokens(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tests import worlds
 from tests.rows import file_sources, write_rows
 from tests.train.doctor_checks.sets import (
     CHATML,
-    REASONING,
     chats,
     examine,
     graves,
@@ -21,7 +20,7 @@ from tests.train.doctor_checks.sets import (
     words,
 )
 from train.data import manifest, sample_store
-from train.data.conversations import join_turns, make_prompt
+from train.data.conversations import make_prompt
 from train.data.sources import evaluation_texts
 
 SMOLLM2 = Path(constants.HF_HOME) / "draftsmith" / "gguf" / "b179c9523d0e6a0f-v2"
@@ -50,23 +49,18 @@ def test_clean_prompts_have_no_grave_finding(tmp_path: Path) -> None:
 
 
 def test_planted_defects_of_prompts(tmp_path: Path) -> None:
-    """Bug: what sampling drops or refuses, or what the template loses, is learned only after the sampling."""
+    """Bug: what sampling refuses, or what is evaluated on, is learned only after the sampling."""
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     save_target(tmp_path / "target", refusing + CHATML)
     asked: list[Any] = [words(f"u{i}", 6) for i in range(16)]
-    asked += [words("u1", 6), next(t for t in evaluation_texts() if len(t) < 300), words("x", 90)]
+    asked += [next(t for t in evaluation_texts() if len(t) < 300)]
     asked += [[{"role": "system", "content": "Be odd."}, user(words("s", 6))]]
     sources = write_sources(tmp_path / "p.jsonl", *asked)
     result = examine(tmp_path / "target", "", "--sources", sources)
     found = result["found"]
-    assert set(graves(result)) == {
-        "prompt is refused", "repeated prompts", "evaluation prompt in the data",
-        "prompt longer than the context",
-    }  # fmt: skip
-    assert (found["repeated prompts"]["rows"], found["repeated prompts"]["of"]) == (1, 20)
+    assert set(graves(result)) == {"prompt is refused", "evaluation prompt in the data"}
     assert found["prompt is refused"]["severity"] == "stops"
     assert found["evaluation prompt in the data"]["rows"] == 1
-    assert found["prompt longer than the context"]["rows"] >= 1
 
 
 def test_what_the_template_does_not_keep(tmp_path: Path) -> None:
@@ -85,15 +79,6 @@ def test_what_the_template_does_not_keep(tmp_path: Path) -> None:
         "template drops system messages", "template drops tool calls", "template drops tool results"
     }  # fmt: skip
     assert all(result["found"][name]["rows"] == 1 for name in graves(result))
-
-
-def test_a_template_that_rewrites_history_stops_all_turns(tmp_path: Path) -> None:
-    save_target(tmp_path / "target", REASONING)
-    sources = write_sources(tmp_path / "p.jsonl", *(messages[:-1] for messages in chats()))
-    last = examine(tmp_path / "target", "", "--sources", sources)
-    assert graves(last) == []
-    every = examine(tmp_path / "target", "", "--sources", sources, "--turns", "all")
-    assert every["found"]["template rewrites history"]["severity"] == "stops"
 
 
 def test_without_a_template_prompts_show_the_boundary(tmp_path: Path) -> None:
@@ -115,21 +100,6 @@ def test_without_a_template_prompts_show_the_boundary(tmp_path: Path) -> None:
     assert "by -1" in result["found"]["mask begins at the wrong token"]["cost"]
 
 
-def test_tokens_that_merge_across_the_boundary(tmp_path: Path) -> None:
-    """Bug: prompts that end within a word, whose tokens are others once the reply is there."""
-    target = worlds.ROOT / "assets" / "target"
-    tokenizer = load_tokenizer(str(target))
-    whole = [tokenizer(part)["input_ids"] for part in ("import num", "py as np\n")]
-    assert sum(whole, []) != tokenizer("import numpy as np\n")["input_ids"]
-    rows = []
-    for i, text in enumerate(("import num", "import numpy")):
-        prompt, reply = tokenizer(text)["input_ids"], tokenizer("py as np\n")["input_ids"]
-        ids, spans = join_turns([prompt], [[*reply, tokenizer.eos_token_id]])
-        rows.append(text_row(tokenizer, f"r{i}") | {"input_ids": ids, "loss_spans": spans})
-    result = examine(target, save_set(tmp_path / "set", tokenizer, rows))  # type: ignore[arg-type]
-    assert "r0#0" in result["found"]["tokens merge across the boundary"]["examples"]
-
-
 def test_a_set_of_the_real_command(tmp_path: Path) -> None:
     """Bug: the command cannot read what train/sample.py writes, or finds faults in boundaries that it made."""
     world = worlds.build(tmp_path)
@@ -142,9 +112,7 @@ def test_a_set_of_the_real_command(tmp_path: Path) -> None:
     assert result["parts"]["Sampled set"]["rows"] == len(rows) == 48
     assert labels == sum(end - start for row in rows for start, end in row["loss_spans"])
     boundary = {"mask begins at the wrong token", "reply without generation prompt", "BOS twice"}
-    boundary |= {
-        "EOS is not supervised", "prompt is rendered otherwise", "chat cannot be read back",
-    }  # fmt: skip
+    boundary |= {"EOS is not supervised", "prompt is rendered otherwise"}
     assert boundary.isdisjoint(result["found"])
 
 

@@ -2,28 +2,25 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decode.common.settings import parse_settings
-from decode.model.loading import load_config
 from decode.model.runner import ModelRunner
 from eval.metrics.roofline import GpuSpec
 from tests import worlds
 from tests.worlds import EOS, Done, World
-from train.data import mixture, sample_store
+from train.data import sample_store
 from train.data.sample_store import SampleRow
 from train.families.settings.causal import CausalSettings
-from train.planning import estimates, resources
+from train.planning import resources
 from train.planning.shape_run import ShapeRun
 from train.trainer import throughput
-from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
+from train.trainer.on_policy import OnPolicyBuffer
 from train.trainer.settings import DistillConfig
 
 pytestmark = pytest.mark.slow  # each trains a draft on texts that it writes
@@ -288,8 +285,8 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     world: World, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: the draft writes nothing in the rehearsal, so that what takes most of a run's time and memory is found out
-    in the run; or it writes into the run's folder; or the estimate does not know of it."""
-    wrote, held = [], []
+    in the run; or it writes into the run's folder."""
+    wrote, held = [], list[int]()
     real = OnPolicyBuffer._generate_rows
 
     def continued(self: OnPolicyBuffer, numbers: Sequence[int]) -> list[SampleRow]:
@@ -298,7 +295,7 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
 
     def allocate(self: ModelRunner, rows: int, size: int) -> None:
         real_allocate(self, rows, size)
-        held.append((rows, size, self))
+        held.append(rows)
 
     real_allocate = ModelRunner.allocate
     monkeypatch.setattr(OnPolicyBuffer, "_generate_rows", continued)
@@ -313,48 +310,10 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     assert measured["writing_seconds"] > 0
     each = measured["seconds"] + measured["writing_seconds"] / EVERY
     assert measured["hours"] == pytest.approx(each * STEPS / 3600)
-    assert "while it writes: draft's K/V cache" in done.err
-    assert "none: it reads the texts in steps" in done.err
-    assert f"texts written every {EVERY} steps" in done.err
-
-    rows, size, runner = held[0]
-    layers = runner.cache.kv_layers
-    bytes_of = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
-    settings = parse_settings(
-        DistillConfig, "", [str(x) for x in [*arguments(world, data, out), *share]]
-    )
-    samples, _ = mixture.load(settings.data, settings.loop.max_length)
-    load = estimates.step_workload(samples, settings.loop, 1)
-    run = ShapeRun(settings, load_config(settings.target, "target"))
-    needs = resources.generation_memory(settings.on_policy, run, load, settings.loop.max_length)
-    assert rows == 5
-    # The estimate has the numbers of slots as well.
-    assert needs["draft's K/V cache"] == pytest.approx(bytes_of, rel=0.03)
+    assert held[0] == 5
 
 
 def test_a_dry_run_of_one_step_writes_too(world: World, data: Path, tmp_path: Path) -> None:
     """Bug: the second step of the rehearsal asks for rows that no run of one step has."""
     steps = ["--loop.steps", 1, "--on_policy.share", 1, "--dry_run", "true"]
     assert tried(distill(world, data, tmp_path / "out", *steps))["measured"]["hours"] > 0
-
-
-def test_what_writing_needs_beyond_a_step() -> None:
-    """Bug: writing is added to a step's memory, although it comes between two; or its peak is never seen."""
-    step = {"target's weights": 100, "gradients, fp32": 30, "logits": 20}
-    assert resources.memory_beyond_step({"cache": 40}, step) == 0
-    assert resources.memory_beyond_step({"cache": 40, "logits": 25}, step) == 15
-
-
-def test_prompts_end_where_a_reply_begins() -> None:
-    """Bug: the draft goes on behind the target's answer, or a text leaves nothing to go on from."""
-    rng: Callable[[int], np.random.Generator] = np.random.default_rng
-    chat: SampleRow = {
-        "id": "a", "source": "s", "origin": "target", "input_ids": range(20),
-        "loss_spans": [[5, 9], [12, 20]], "finish_reason": "eos",
-    }  # fmt: skip
-    ends = {len(prompt_from_row(chat, 100, rng(i))) for i in range(20)}
-    assert ends == {5, 12}
-    assert {len(prompt_from_row(chat, 7, rng(i))) for i in range(20)} == {5, 7}
-    text: SampleRow = {**chat, "loss_spans": [[1, 20]]}
-    assert {len(prompt_from_row(text, 100, rng(i))) for i in range(99)} == set(range(1, 10))
-    assert prompt_from_row({**text, "input_ids": [3, 4], "loss_spans": [[1, 2]]}, 9, rng(0)) == [3]

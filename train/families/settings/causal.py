@@ -1,11 +1,11 @@
 """The settings of a small language model as draft."""
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.published import Name, Option, Place
-from decode.common.ranges import Count, CountOrZero, at_least
+from decode.common.ranges import CountOrZero, at_least
 from train.families.settings.base import FamilySettings
 from train.settings.training import TrainingDefaults
 
@@ -27,11 +27,6 @@ class CausalSettings(FamilySettings):
     """Folder or Hub name of a small language model with the target's tokenizer."""
     layers: list[CountOrZero] = field(default_factory=list)
     """Layers of init that stay, such as [0, 11]; without init the target's become the draft."""
-    keep_layers: CountOrZero = 0
-    """As many layers of init stay (without init: of the target), chosen by measurement: one after the other goes that
-    costs least acceptance on the samples. 0: all, or those in layers."""
-    choice_tokens: Count = 2048
-    """keep_layers: tokens of the samples' answers on which each layer is tried."""
     init_config: dict[Name, Option] = field(default_factory=dict)
     """Instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
     num_hidden_layers: 4}."""
@@ -50,10 +45,6 @@ class CausalSettings(FamilySettings):
     decodes_alone = True
 
     def __post_init__(self) -> None:
-        if self.layers and self.keep_layers:
-            raise UserError(
-                "draft.layers names the layers that stay and draft.keep_layers has them chosen: give one"
-            )
         if self.lora_rank and self.init_config:
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"
@@ -71,11 +62,3 @@ class CausalSettings(FamilySettings):
     def training_defaults(self) -> TrainingDefaults:
         # Weights that can do something already are not trained at a new head's rate.
         return self.training if self.init_config else FINE_TUNED
-
-    def with_layers(self, layers: list[int]) -> Self:
-        """With the layers that keep_layers has chosen."""
-        return replace(self, layers=layers, keep_layers=0)
-
-    def planned(self, layers: int) -> Self:
-        # Which layers will be chosen makes no difference to their shapes.
-        return self.with_layers([*range(self.keep_layers)]) if self.keep_layers else self
