@@ -21,6 +21,7 @@ from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.engine import pick_mode
 from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
+from decode.model.names import recorded_name
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
@@ -241,7 +242,7 @@ def _method_results(
         failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
         of_all = {
             **describe_method(s.methods, method, measured.get("mirror")),
-            "draft": path or None,
+            "draft": recorded_name(path)[0] if path else None,
             "family": draft_family_name(method, path),
             "temperature": temperature,
             "top_k": s.top_k,

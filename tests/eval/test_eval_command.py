@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from decode.checkpoints.draft_folder import draft_sha256
-from decode.common.typed_json import from_json
+from decode.common.published import published
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.lookup import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
@@ -313,6 +314,20 @@ def test_the_draft_folder_is_left_as_it_is(world: World, evaluate: Callable) -> 
     before = contents(world.draft)
     assert evaluate().code == 0
     assert contents(world.draft) == before
+
+
+def test_a_folder_of_two_parts_is_published_as_a_folder(
+    world: World, evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a relative folder that is published as it stands, since it looks like a name on the Hub."""
+    shutil.copytree(world.draft, tmp_path / "customer" / "secret")
+    monkeypatch.chdir(tmp_path)
+    evaluate("--methods", "[{name: causal, draft: customer/secret}]").ok()
+    report = from_json(EvalReport, report_of(tmp_path / "out"))
+    assert {m.draft for m in report.methods} == {None, "./customer/secret"}
+    shown = to_json(published(report, EvalReport, "report.json"))
+    assert "customer" not in json.dumps(shown)
+    assert {m["draft"] for m in shown["methods"]} == {None, "secret"}
 
 
 @pytest.mark.slow
