@@ -71,10 +71,6 @@ imports a command.
 """
 
 
-SETTINGS = "train.families.settings."
-"""Modules that may import what stands above them inside functions; a test holds that none is loaded with them."""
-
-
 def modules(root: Path) -> dict[str, Path]:
     """{full module name: file} of all packages below `root`; a package itself goes by its folder's name."""
     found = {}
@@ -185,13 +181,8 @@ def upward_edges(allowed: Mapping[str, Mapping[str, set[str]]] = ALLOWED) -> lis
 
 
 def import_cycles(root: Path) -> list[str]:
-    """One line for each cycle of modules that a depth-first search meets, as "a -> b -> a".
-
-    The settings of a family import what they build when they build it: they are read without torch."""
+    """One line for each cycle of modules that a depth-first search meets, as "a -> b -> a"."""
     graph, found, finished = import_graph(root), [], set[str]()
-    for name in graph:
-        if name.startswith(SETTINGS):
-            graph[name] = {other for other in graph[name] if other.startswith(SETTINGS)}
 
     def visit(name: str, path: list[str]) -> None:
         if name in path:

@@ -44,7 +44,8 @@ from tests.train.planning import test_shape_run
 from tests.worlds import ROOT, World
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.registry import TRAINED_FAMILIES, family_settings, register_trained
+from train.families.builders import BUILDERS, register_trained
+from train.families.registry import TRAINED_FAMILIES, family_settings
 from train.families.settings.base import FamilySettings
 from train.hub.evidence import Evidence
 from train.hub.publish import build_draft_folder
@@ -100,7 +101,7 @@ class BigramTrainer(nn.Module):
 
 
 class TrainableBigram(TrainableDraft):
-    def __init__(self, context: FamilyContext):
+    def __init__(self, context: FamilyContext, settings: FamilySettings):
         teacher = context.teacher(None)
         assert isinstance(teacher, LiveTeacher)
         vocab = context.target.runner.vocab_size
@@ -125,9 +126,6 @@ class BigramSettings(FamilySettings):
     description = "a table of bigrams"
     hub_tag = "bigram"
 
-    def build(self, context: FamilyContext) -> TrainableDraft:
-        return TrainableBigram(context)
-
 
 BIGRAM = DraftFamily("bigram", load=load_bigram)
 
@@ -148,10 +146,15 @@ ACCEPT_ALL = VerificationRule("accept-all", False, accept_all, "keeps every draf
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     register_family(BIGRAM)
-    register_trained(BigramSettings)
+    register_trained(BigramSettings, TrainableBigram)
     register_rule(ACCEPT_ALL)
     yield
-    del DRAFT_FAMILIES["bigram"], TRAINED_FAMILIES["bigram"], VERIFICATION_RULES["accept-all"]
+    del (
+        BUILDERS[BigramSettings],
+        DRAFT_FAMILIES["bigram"],
+        TRAINED_FAMILIES["bigram"],
+        VERIFICATION_RULES["accept-all"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +354,7 @@ def test_bad_names_are_refused() -> None:
     with pytest.raises(UserError, match="load"):
         register_family(DraftFamily("nothing"))
     with pytest.raises(UserError, match="already"):
-        register_trained(BigramSettings)
+        register_trained(BigramSettings, TrainableBigram)
     for read in (
         family_settings,
         lambda name: parse_settings(DistillConfig, "", ["--draft.family", name]),

@@ -35,6 +35,7 @@ from decode.verification.sampling import SamplingParams
 from train.data import manifest, mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.hub.upload import check_labels, resolve_repo
 from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
 from train.planning.estimates import FlopsCounter, estimate_resources
@@ -122,7 +123,7 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length, s.allow_changed)
     device = str(target.runner.device)
     context = FamilyContext(s, target, rows, device, folder, rows.whole, s.states)
-    trainable = s.draft.build(context)
+    trainable = build_trainable(s.draft, context)
     if s.loop.eval_every > 0 and not s.dry_run:
         check_request(trainable.to_draft(), s.check.k, SamplingParams())
         trainable.model.train()

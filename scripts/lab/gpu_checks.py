@@ -40,6 +40,7 @@ from scripts.lab.settings import GpuSmokeConfig
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.eagle import Eagle3Settings
 from train.settings.training import LoopConfig
 from train.trainer.launch import attention_in_force
@@ -196,7 +197,7 @@ def new_head(target: Target, rows: list[SampleRow]) -> Any:
     taps = sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})
     head = Eagle3Settings(vocab=min(8192, target.runner.vocab_size), steps=3, taps=taps)
     settings = DistillConfig(draft=head)
-    return head.build(FamilyContext(settings, target, rows, str(target.runner.device)))
+    return build_trainable(head, FamilyContext(settings, target, rows, str(target.runner.device)))
 
 
 def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:

@@ -16,6 +16,7 @@ from decode.serving.checker import check_draft_files
 from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.mtp import MtpSettings
@@ -95,7 +96,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home, own = tmp_path_factory.mktemp("drafts"), load_target(str(ASSETS / "target"))
     for family, draft in DRAFTS.items():
         config = DistillConfig(draft=draft)
-        trainee = config.draft.build(FamilyContext(config, own, SAMPLES))
+        trainee = build_trainable(config.draft, FamilyContext(config, own, SAMPLES))
         trainee.save(home / family)
         facts = {"family": family, "tokenizer_hash": own.fingerprint}
         facts |= {"training": {"draft": {"taps": vars(draft).get("taps", [])}}}
@@ -140,7 +141,7 @@ def test_every_damage_is_seen(name: str, good: dict[str, Path], tmp_path: Path) 
 def test_an_mtp_layer_of_a_known_target_has_nothing_to_report(tmp_path: Path) -> None:
     own = tiny_target(tiny_model("deepseek_v3"))
     config = DistillConfig(draft=DRAFTS["mtp"])
-    config.draft.build(FamilyContext(config, own, SAMPLES)).save(tmp_path / "d")
+    build_trainable(config.draft, FamilyContext(config, own, SAMPLES)).save(tmp_path / "d")
     (tmp_path / "d" / METADATA_FILE).write_text(
         json.dumps({"family": "mtp", "tokenizer_hash": own.fingerprint})
     )

@@ -36,6 +36,7 @@ from tests.train.families.test_heads_training import row
 from tests.worlds import ROOT
 from train.data import batching
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle3Settings
@@ -376,7 +377,7 @@ def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             return made[name]
         settings = DistillConfig(draft=FITTED[name], weights=LossWeights(divergence=1.0), loss="hard_ce")  # fmt: skip
         torch.manual_seed(0)
-        trainee = settings.draft.build(FamilyContext(settings, own, texts))
+        trainee = build_trainable(settings.draft, FamilyContext(settings, own, texts))
         with torch.no_grad():  # norms that are all ones could be exchanged unseen
             for key, value in trainee.model.named_parameters():
                 if "norm" in key:

@@ -1,6 +1,6 @@
-"""Draft families in training: a family is a class of settings, whose `build` gives a TrainableDraft.
+"""Draft families in training: a family is a class of settings, and what makes a TrainableDraft of it.
 
-    registry.py       the trained families by name
+    registry.py       the settings of trained families by name;  builders.py  what makes a draft in training of them
     settings/         their settings, which are read without torch
     base.py           TrainableDraft, FamilyContext: what a family brings to training and what it is built from
     causal.py         a small language model

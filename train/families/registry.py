@@ -30,7 +30,7 @@ TRAINED_FAMILIES: dict[str, type[FamilySettings]] = {
         LayerSkip2Settings,
     )
 }
-"""A family of decode/drafts/registry.py can be trained if its settings are here; `register_trained` adds to it."""
+"""A family of decode/drafts/registry.py can be trained if its settings are here (`register_trained`, builders.py)."""
 DraftSettings = Annotated[FamilySettings, OneOf("family", TRAINED_FAMILIES)]
 """The type of a setting that is the draft to train: `family` in it says which class it has."""
 
@@ -43,8 +43,8 @@ def family_settings(name: str) -> type[FamilySettings]:
     return TRAINED_FAMILIES[name]
 
 
-def register_trained(settings: type[FamilySettings]) -> None:
-    """Makes a family trainable under the default of its setting `family`. UserError if there is one already."""
+def add_settings(settings: type[FamilySettings]) -> None:
+    """Makes the default of the setting `family` a name of these settings. UserError if it is one already."""
     name = settings().family
     if name in TRAINED_FAMILIES:
         raise UserError(f"there is a trained family {name!r} already: choose another name")

@@ -27,6 +27,7 @@ from decode.model.loading import Target, auto_class, build_runner, find_dtype, l
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.trainer.loop import build_optimizers
 from train.trainer.settings import DistillConfig
@@ -309,7 +310,9 @@ class ShapeRun:
             self.vocab = self.target.runner.vocab_size
             with memory.phase(DRAFT):
                 rows = made_up_rows(1, 64, 32, self.vocab)
-                self.trainable = draft.build(FamilyContext(s, self.target, rows, init_shape=shape))
+                self.trainable = build_trainable(
+                    draft, FamilyContext(s, self.target, rows, init_shape=shape)
+                )
             trained = [p for p in self.trainable.model.parameters() if p.requires_grad]
             self.parameters = trained
             self._set_gradients(True)

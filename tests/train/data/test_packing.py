@@ -27,6 +27,7 @@ from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.families import ttt_attention
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.blocks import PardSettings, PEagleSettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.dflash import DFlashSettings, DSparkSettings
@@ -114,7 +115,7 @@ def test_states_of_a_target_are_those_of_the_sample_alone(arch: str) -> None:
 def trainee_of(family: str, own: Any, where: FeatureFolder | None = None, **weights: Any) -> Any:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family], weights=LossWeights(**weights))
-    return settings.draft.build(FamilyContext(settings, own, SAMPLES, "cpu", where))
+    return build_trainable(settings.draft, FamilyContext(settings, own, SAMPLES, "cpu", where))
 
 
 @pytest.mark.parametrize("positions", ["decay", "dpace"])

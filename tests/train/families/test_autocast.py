@@ -9,6 +9,7 @@ import torch
 from tests.tiny import tiny_target
 from tests.train.families.test_heads_training import SAMPLES, collate, model_of
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
 from train.families.settings.medusa import MedusaSettings
@@ -35,7 +36,7 @@ def trainee_of(name: str) -> TrainableDraft:
     torch.manual_seed(0)
     settings = DistillConfig(draft=DRAFTS[name], loss="forward_kl")
     context = FamilyContext(settings, tiny_target(model_of()), SAMPLES)
-    return settings.draft.build(context)
+    return build_trainable(settings.draft, context)
 
 
 def loss_and_gradient(name: str, dtype: torch.dtype | None) -> tuple[float, torch.Tensor]:

@@ -25,6 +25,7 @@ from tests.tiny import noisy, tiny_config, tiny_model, tiny_prompts
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.causal import build_causal_lm, random_init_config
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
@@ -188,7 +189,7 @@ def trained(own: Target, draft: FamilySettings, steps: int = 3) -> TrainableDraf
     """After a few steps that move whatever is trained."""
     rows = rows_of(12, 20, 9)
     settings = DistillConfig(draft=draft, loop=LoopConfig(lr=0.05))
-    trainee = settings.draft.build(FamilyContext(settings, own, rows))
+    trainee = build_trainable(settings.draft, FamilyContext(settings, own, rows))
     (optimizer,) = build_optimizers(trainee, settings.loop)
     for _ in range(steps):
         trainee.loss(trainee.model, batching.collate(rows, pad_id=0))["loss"].backward()

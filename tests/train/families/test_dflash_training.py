@@ -18,6 +18,7 @@ from train.data.batching import Batch
 from train.families import dflash
 from train.families.base import FamilyContext
 from train.families.block_loss import BlockLoss
+from train.families.builders import build_trainable
 from train.families.registry import family_settings
 from train.families.slots import Retention, draw_depths
 from train.trainer.settings import DistillConfig
@@ -31,7 +32,7 @@ def trainee_of(name: str, model: Any, **settings: Any) -> Any:
     if name == "dspark":
         chosen["markov_rank"] = 6
     config = DistillConfig(draft=family_settings(name)(**chosen))
-    made = config.draft.build(FamilyContext(config, tiny_target(model), SAMPLES))
+    made = build_trainable(config.draft, FamilyContext(config, tiny_target(model), SAMPLES))
     randomise(made.net, 5)  # type: ignore[attr-defined]
     return made
 

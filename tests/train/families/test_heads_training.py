@@ -46,6 +46,7 @@ from train.data.sample_store import SampleRow
 from train.families import eagle, head_loss, medusa, ttt_attention
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
@@ -97,7 +98,7 @@ def trainee_of(
 ) -> TrainableDraft:  # fmt: skip
     """Heads as train/distill.py makes them; all parameters at random with a `seed`, else as training starts."""
     settings = DistillConfig(draft=DRAFTS[family], weights=weights or LossWeights(), loss=loss)  # type: ignore[arg-type]
-    trainee = settings.draft.build(FamilyContext(settings, own, SAMPLES))
+    trainee = build_trainable(settings.draft, FamilyContext(settings, own, SAMPLES))
     if seed is not None:
         randomise(net_of(trainee), seed)
     return trainee
@@ -978,7 +979,7 @@ def test_a_causal_draft_of_a_target_of_two_widths_learns() -> None:
     """Guards the test above: what is refused is heads, and the teacher's states are as wide as they are."""
     own = tiny_target(tiny_model("opt", word_embed_proj_dim=16))
     settings = DistillConfig(draft=CausalSettings(layers=[0, 1]))
-    trainee = settings.draft.build(FamilyContext(settings, own, SAMPLES))
+    trainee = build_trainable(settings.draft, FamilyContext(settings, own, SAMPLES))
     assert learned(trainee, collate(*SAMPLES))[0]["loss"] > 0
 
 

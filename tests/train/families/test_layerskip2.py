@@ -29,6 +29,7 @@ from train.data import batching
 from train.data.batching import Batch
 from train.families import layerskip2
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.layerskip2 import (
     LayerSkip2Trainer,
     draw_dropped_layers,
@@ -52,7 +53,7 @@ def trainee_of(own: Target, rows: Any = SAMPLES, **settings: Any) -> Any:
     } | settings  # fmt: skip
     config = DistillConfig(draft=LayerSkip2Settings(**chosen), loss="forward_kl")
     torch.manual_seed(0)
-    trainee = config.draft.build(FamilyContext(config, own, rows))
+    trainee = build_trainable(config.draft, FamilyContext(config, own, rows))
     with torch.no_grad():  # LoRA's second matrix starts at zero
         for value in trainee.model.parameters():
             value.add_(0.1 * torch.randn(value.shape))

@@ -21,6 +21,7 @@ from train.data import batching
 from train.data.batching import Batch
 from train.families import layerskip
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.layerskip import ExitTrainer
 from train.families.settings.layerskip import LayerSkipSettings
 from train.teacher.live import LiveTeacher, TeacherOutput
@@ -33,7 +34,7 @@ AHEAD = 3
 def trainee_of(own: Any, rows: Any = SAMPLES, **settings: Any) -> Any:
     chosen = {"exit_layer": 2, "vocab": 60} | settings
     config = DistillConfig(draft=LayerSkipSettings(**chosen))
-    return config.draft.build(FamilyContext(config, own, rows))
+    return build_trainable(config.draft, FamilyContext(config, own, rows))
 
 
 def drafted_logits(draft: EarlyExitDraft, ids: list[int], start: int) -> Tensor:

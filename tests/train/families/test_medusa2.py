@@ -23,6 +23,7 @@ from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_targ
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.lora_target import LoraTarget
 from train.families.settings.base import FamilySettings
 from train.families.settings.medusa import Medusa2Settings
@@ -59,7 +60,7 @@ def final_logits(target: Target, ids: list[int]) -> torch.Tensor:
 
 def trained(steps: int, rate: float = 1e-2) -> tuple[Any, Target]:
     target = tiny_target(tiny_model("llama"))
-    trainee = Recipe().draft.build(FamilyContext(Recipe(), target, samples()))
+    trainee = build_trainable(Recipe().draft, FamilyContext(Recipe(), target, samples()))
     batch = batching.collate(samples(), pad_id=0)
     moving = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(moving, lr=rate)
@@ -90,7 +91,7 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
     """Catches a frozen adapter, and a target whose own weights move under the adapters."""
     target = tiny_target(tiny_model("llama"))
     before = {name: p.detach().clone() for name, p in target.runner.model.named_parameters()}
-    trainee = Recipe().draft.build(FamilyContext(Recipe(), target, samples()))
+    trainee = build_trainable(Recipe().draft, FamilyContext(Recipe(), target, samples()))
     batch = batching.collate(samples(), pad_id=0)
     start = {name: p.detach().clone() for name, p in trainee.model.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -132,7 +133,7 @@ def test_adapters_are_in_the_layers_that_write_text_and_nowhere_else() -> None:
 def test_the_start_costs_nothing_and_the_heads_pull() -> None:
     """Catches a self-distillation loss that is not 0 before anything moved, and one that the heads cannot change."""
     target = tiny_target(tiny_model("llama"))
-    trainee = Recipe().draft.build(FamilyContext(Recipe(), target, samples()))
+    trainee = build_trainable(Recipe().draft, FamilyContext(Recipe(), target, samples()))
     sums = trainee.loss(trainee.model, batching.collate(samples(), pad_id=0))
     assert float(sums["kl"]) == pytest.approx(0, abs=1e-4)
     assert float(sums["loss"].detach()) > 1e-3
@@ -164,7 +165,7 @@ def test_cached_states_are_refused() -> None:
     """Catches heads that learn from the states of a target that no longer exists."""
     target = tiny_target(tiny_model("llama"))
     with pytest.raises(UserError, match="leave `features` empty"):
-        Recipe().draft.build(FamilyContext(Recipe(), target, samples(), "cpu", object()))  # type: ignore[arg-type]
+        build_trainable(Recipe().draft, FamilyContext(Recipe(), target, samples(), "cpu", object()))  # type: ignore[arg-type]
 
 
 def test_quality_tells_how_far_a_target_moved() -> None:

@@ -21,6 +21,7 @@ from tests.train.data.test_packing import SAMPLES
 from train.data import batching
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.head_loss import SupervisedRows
 from train.families.settings.mtp import MtpSettings
 from train.trainer.settings import DistillConfig
@@ -30,7 +31,7 @@ STEPS = 3
 
 def trainee_of(own: Any, init: str = "") -> Any:
     config = DistillConfig(draft=MtpSettings(steps=STEPS, init=init))
-    return config.draft.build(FamilyContext(config, own, SAMPLES))
+    return build_trainable(config.draft, FamilyContext(config, own, SAMPLES))
 
 
 @torch.no_grad()

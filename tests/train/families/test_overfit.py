@@ -19,6 +19,7 @@ from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families import head_loss
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.eagle import EagleTrainer
 from train.families.settings.base import FamilySettings
 from train.families.settings.blocks import PardSettings, PEagleSettings
@@ -69,7 +70,7 @@ def fitted(family: str) -> DecodeRecord:
     steps, rate, loss = (250, 5e-3, "forward_kl") if family == "eagle1" else (150, 1e-2, "hard_ce")
     settings = DistillConfig(draft=DRAFTS[family], weights=LossWeights(divergence=1.0), loss=loss)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    trainee = settings.draft.build(FamilyContext(settings, own, [sample]))
+    trainee = build_trainable(settings.draft, FamilyContext(settings, own, [sample]))
     trained = [value for value in trainee.model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.0)
     batch = batching.collate([sample], 0, 1)

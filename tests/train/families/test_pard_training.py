@@ -14,6 +14,7 @@ from train.data import batching
 from train.data.batching import Batch
 from train.families.base import FamilyContext
 from train.families.block_loss import BlockLoss
+from train.families.builders import build_trainable
 from train.families.causal import output_projection
 from train.families.settings.blocks import PardSettings
 from train.families.slots import BlockMask, BlockSlots, Retention, draw_depths
@@ -25,7 +26,9 @@ Slot = tuple[int, int, int]
 
 def trainer_of(model: Any, **settings: Any) -> Any:
     draft = PardSettings(layers=[0, 1], block=K, **settings)
-    trainee = draft.build(FamilyContext(DistillConfig(draft=draft), tiny_target(model), SAMPLES))
+    trainee = build_trainable(
+        draft, FamilyContext(DistillConfig(draft=draft), tiny_target(model), SAMPLES)
+    )
     trainee.model.eval()  # GPT-2 has dropout
     return trainee
 

@@ -14,6 +14,7 @@ from tests.train.families.test_dflash_training import inputs_of
 from tests.train.families.test_pard_training import leaking_mask, masks_of_all_blocks
 from train.data import batching
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.blocks import PEagleSettings
 from train.families.slots import BlockMask
 from train.trainer.settings import DistillConfig
@@ -26,7 +27,7 @@ def gap(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> float:
     """Largest difference of a slot's logits from those of one pass over the text up to its anchor, and masks."""
     draft = PEagleSettings(vocab=60, taps=[0, 1, 2], block=K)
     own = tiny_target(tiny_model(arch))
-    trainee: Any = draft.build(FamilyContext(DistillConfig(draft=draft), own, SAMPLES))
+    trainee: Any = build_trainable(draft, FamilyContext(DistillConfig(draft=draft), own, SAMPLES))
     net = trainee.net
     randomise(net, 5)
     batch = (batching.pack if packed else batching.collate)(SAMPLES, 0)

@@ -30,6 +30,7 @@ from tests.train.test_distill_command import COMMAND, STEPS, WEIGHTS, arguments,
 from tests.worlds import Done, World
 from train.data import batching, sample_store, vocab_mapping
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.causal import CausalTrainer
 from train.families.settings.base import FamilySettings, vocab_size
 from train.families.settings.causal import CausalSettings
@@ -123,7 +124,7 @@ def trained(target: Target, draft: FamilySettings) -> TrainableDraft:
     """After two steps that move whatever is trained."""
     rows = rows_of(12, 20, 9)
     context = FamilyContext(DistillConfig(draft=draft), target, rows)
-    trainee = draft.build(context)
+    trainee = build_trainable(draft, context)
     learning = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=0.02, weight_decay=0.0)
     for _ in range(2):

@@ -22,6 +22,7 @@ from tests.tiny import tiny_config
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.registry import TRAINED_FAMILIES, family_settings
 from train.families.settings.medusa import MedusaSettings
 from train.losses import chunked_sums
@@ -55,7 +56,7 @@ def real_draft(s: DistillConfig, target_config: Any) -> TrainableDraft:
     dtype = getattr(torch, s.target_dtype)
     model = AutoModelForCausalLM.from_config(target_config, dtype=dtype)
     target = Target(ModelRunner(model), None, "x", None, "f", frozenset())
-    return s.draft.build(FamilyContext(s, target, made_up_rows(1, 64, 32, VOCAB)))
+    return build_trainable(s.draft, FamilyContext(s, target, made_up_rows(1, 64, 32, VOCAB)))
 
 
 def forward(trainable: TrainableDraft, rows: list[SampleRow], mixed: bool) -> Tensor:

@@ -32,6 +32,7 @@ from train.data.batching import Batch
 from train.data.manifest import Manifest, write_manifest
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
@@ -249,7 +250,7 @@ def test_ids_beyond_16_bits_survive() -> None:
 def trainee_of(family: str, target: Target, where: FeatureFolder | None) -> TrainableDraft:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family])
-    return settings.draft.build(FamilyContext(settings, target, ROWS, "cpu", where))
+    return build_trainable(settings.draft, FamilyContext(settings, target, ROWS, "cpu", where))
 
 
 @pytest.mark.parametrize("family", FAMILY)

@@ -32,6 +32,7 @@ from tests.train.test_distill_command import (
 from tests.worlds import Done, World
 from train.data import batching
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.losses import chunked_sums
 from train.settings.training import LoopConfig
 from train.trainer import sharding
@@ -150,7 +151,7 @@ def test_a_loss_touches_weights_in_a_forward_pass_alone(
     found = []
     for sharded in (False, True):
         torch.manual_seed(0)
-        trainee = settings.draft.build(FamilyContext(settings, own, [sample]))
+        trainee = build_trainable(settings.draft, FamilyContext(settings, own, [sample]))
         if sharded:
             fully_shard(trainee.model, mesh=mesh, reshard_after_forward=True)
         torch.manual_seed(1)

@@ -27,6 +27,7 @@ from tests import worlds
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import Done, World
 from train.families.base import FamilyContext
+from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings
@@ -552,7 +553,7 @@ def test_what_fsdp_wraps_is_what_it_can(
 ) -> None:
     """Bug: wrap policies ended in tracebacks, as fully_shard wraps lists of layers and heads have no such class."""
     settings = DistillConfig(draft=draft)  # type: ignore[arg-type]
-    trainee = draft.build(FamilyContext(settings, tiny_target(tiny_model("llama")), []))
+    trainee = build_trainable(draft, FamilyContext(settings, tiny_target(tiny_model("llama")), []))
     plugin = SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=names)
     state = SimpleNamespace(fsdp_plugin=plugin)
     accelerator: Any = SimpleNamespace(is_fsdp2=True, state=state)

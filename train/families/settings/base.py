@@ -1,16 +1,13 @@
-"""What the settings of every family have: a family is a class of settings that builds the draft in training."""
+"""What the settings of every family have. train/families/builders.py says what builds the draft of which settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from decode.common.errors import UserError
 from decode.common.published import Place, Word
 from decode.common.ranges import CountOrZero
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 DEFAULT_VOCAB = 32_000
 """Size of the vocabulary of heads where `vocab` does not say it: that of EAGLE-3's authors."""
@@ -44,10 +41,6 @@ class FamilySettings:
     """The target's weights are trained as well."""
     target_folder: ClassVar[str] = "target"
     """Where a target that was trained as well is in the saved folder; ".": the folder itself is that target."""
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        """The draft in training. UserError if settings, target and samples do not fit together."""
-        raise NotImplementedError
 
     @property
     def continues(self) -> str:

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import EagleNetSettings
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -44,11 +41,6 @@ class PardSettings(BlockSettings, CausalSettings):
     def training_defaults(self) -> TrainingDefaults:
         return self.training
 
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.blocks import TrainablePard
-
-        return TrainablePard(context, self)
-
 
 @dataclass
 class PEagleSettings(BlockSettings, EagleNetSettings):
@@ -67,11 +59,6 @@ class PEagleSettings(BlockSettings, EagleNetSettings):
     )  # fmt: skip
     description = "a P-EAGLE head"
     hub_tag = "p-eagle"
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.blocks import build_peagle
-
-        return build_peagle(context, self)
 
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return super().sizes_of(config, layers) | {"mask_token": config.get("mask_token_id")}

@@ -1,16 +1,13 @@
 """The settings of a small language model as draft."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.published import Name, Option, Place
 from decode.common.ranges import CountOrZero, at_least
 from train.families.settings.base import FamilySettings
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 VICUNA = "FastChat, scripts/train_vicuna_7b.sh"
 FINE_TUNED = TrainingDefaults(VICUNA, lr=2e-5, warmup=0.04, min_lr=0.0)
@@ -49,11 +46,6 @@ class CausalSettings(FamilySettings):
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"
             )
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.causal import TrainableCausal
-
-        return TrainableCausal(context, self)
 
     @property
     def continues(self) -> str:

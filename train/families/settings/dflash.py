@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.base import saved_vocab
 from train.families.settings.eagle import FusedHeadSettings
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -42,11 +39,6 @@ class DFlashSettings(FusedHeadSettings):
     hub_tag = "dflash"
     idle_slots: ClassVar[int] = 1
     """Slots of a block that predict nothing: that of the anchor."""
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.dflash import build_dflash
-
-        return build_dflash(context, self)
 
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, at_least
 from train.families.settings.base import HeadSettings, saved_vocab
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -38,11 +35,6 @@ class Eagle1Settings(LayeredHeadSettings):
     )
     description = "an EAGLE-1 head"
     hub_tag = "eagle"
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.eagle import build_eagle1
-
-        return build_eagle1(context, self)
 
 
 @dataclass
@@ -97,8 +89,3 @@ class Eagle3Settings(EagleNetSettings):
     )  # fmt: skip
     description = "an EAGLE-3 head"
     hub_tag = "eagle3"
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.eagle import build_eagle3
-
-        return build_eagle3(context, self)

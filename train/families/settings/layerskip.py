@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.base import FamilySettings, HeadSettings, saved_vocab
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -34,11 +31,6 @@ class LayerSkipSettings(ExitSettings, HeadSettings):
 
     description = "a trained early exit"
     hub_tag = "layerskip"
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.layerskip import build_exit
-
-        return build_exit(context, self)
 
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         own = {name: config[name] for name in ("exit_layer", "exit_width")}
@@ -74,8 +66,3 @@ class LayerSkip2Settings(ExitSettings):
     is_language_model = True
     trains_target = True
     target_folder = "."
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.layerskip2 import TrainableLayerSkip2
-
-        return TrainableLayerSkip2(context, self)

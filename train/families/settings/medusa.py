@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import at_least
 from train.families.settings.base import HeadSettings
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -28,11 +25,6 @@ class MedusaSettings(HeadSettings):
     description = "Medusa heads"
     hub_tag = "medusa"
 
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.medusa import TrainableMedusa
-
-        return TrainableMedusa(context, self)
-
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {"heads": config["num_heads"], "head_layers": config["num_hidden_layers"]}
 
@@ -48,8 +40,3 @@ class Medusa2Settings(MedusaSettings):
     """Rank of the LoRA adapters with which the target is trained."""
 
     trains_target = True
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.medusa import TrainableMedusa2
-
-        return TrainableMedusa2(context, self)

@@ -1,15 +1,12 @@
 """The settings of multi-token prediction layers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from decode.common.published import Place
 from decode.common.ranges import at_least
 from train.families.settings.base import HeadSettings
 from train.settings.training import TrainingDefaults
-
-if TYPE_CHECKING:
-    from train.families.base import FamilyContext, TrainableDraft
 
 
 @dataclass
@@ -29,8 +26,3 @@ class MtpSettings(HeadSettings):
     )  # fmt: skip
     description = "a multi-token prediction layer"
     hub_tag = "mtp"
-
-    def build(self, context: "FamilyContext") -> "TrainableDraft":
-        from train.families.mtp import build_mtp
-
-        return build_mtp(context, self)
