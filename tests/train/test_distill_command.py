@@ -26,7 +26,7 @@ from train.data.mixture import Mixture
 from train.families.settings.causal import CausalSettings
 from train.trainer import loop
 from train.trainer.settings import DistillConfig
-from train.training import build_trainable
+from train.training import build_draft
 
 COMMAND = "train/distill.py"
 STEPS = 8
@@ -464,10 +464,10 @@ def test_samples_longer_than_the_draft_are_said(
     ]  # fmt: skip
     settings = DistillConfig(draft=CausalSettings(init=str(small)))
     with pytest.warns(UserWarning, match="2 of 4 samples have labels beyond .* context of 16"):
-        build_trainable(settings, target, Mixture([rows], [1.0]))  # type: ignore[list-item]
+        build_draft(settings, target, Mixture([rows], [1.0]))  # type: ignore[list-item]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_trainable(settings, target, Mixture([rows[:2]], [1.0]))  # type: ignore[list-item]
+        build_draft(settings, target, Mixture([rows[:2]], [1.0]))  # type: ignore[list-item]
 
 
 def test_another_run_s_folder_is_refused_until_told(
