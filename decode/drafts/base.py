@@ -136,8 +136,6 @@ class Draft:
     name: str
     on_host: bool = False
     """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
-    may_be_empty: bool = False
-    """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     aux_layers: HiddenStateSpec | None = None
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
     eager_only: bool = False

@@ -128,8 +128,7 @@ class MirrorDraft(DraftWrapper):
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees, and for a grammar, which branches do not follow."""
-        if self.shape is not None or self.inner.shape is not None:
-            raise UserError(f"draft {self.name!r} drafts chains only: give it no tree")
+        self.refuse_trees("drafts chains only")
         if request.constraint is not None:
             raise UserError(
                 f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar"

@@ -30,8 +30,12 @@ class DraftWrapper(Draft):
     def __init__(self, inner: Draft):
         self.inner, self.on_host = inner, inner.on_host
         self.name, self.aux_layers, self.shape = inner.name, inner.aux_layers, inner.shape
-        self.may_be_empty, self.eager_only = inner.may_be_empty, inner.eager_only
-        self.context = inner.context
+        self.eager_only, self.context = inner.eager_only, inner.context
+
+    def refuse_trees(self, why: str) -> None:
+        """UserError if this draft or `inner` was given the shape of a tree."""
+        if self.shape is not None or self.inner.shape is not None:
+            raise UserError(f"draft {self.name!r} {why}: give it no tree")
 
     def max_slots(self, k: int) -> int:
         return self.inner.max_slots(k)
@@ -150,13 +154,12 @@ class ConfidentDraft(DraftWrapper):
 
     def __init__(self, inner: Draft, confidence: float):
         super().__init__(inner)
-        self.on_host = self.may_be_empty = True
+        self.on_host = True
         self.confidence = confidence
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees and under grammars, whose forced tokens would count as its own."""
-        if self.shape is not None or self.inner.shape is not None:
-            raise UserError(f"draft {self.name!r} ends chains by confidence: give it no tree")
+        self.refuse_trees("ends chains by confidence")
         if request.constraint is not None:
             raise UserError(
                 f"draft {self.name!r} ends chains by confidence, which no grammar goes with yet: drop `confidence`"
@@ -200,8 +203,7 @@ class TwoSourceDraft(DraftWrapper):
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees: a row of a match would have another shape than a row of the model."""
-        if self.shape is not None or self.inner.shape is not None:
-            raise UserError(f"draft {self.name!r} drafts chains only: give it no tree")
+        self.refuse_trees("drafts chains only")
         self.request = request
         self.lookup.begin_batch(request)
         self.inner.begin_batch(request)

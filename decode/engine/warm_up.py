@@ -53,8 +53,7 @@ def run_first_rounds(
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
-    may_be_empty = draft is not None and (draft.aux_layers is None or draft.may_be_empty)
-    if compiled_on_cpu and draft is not None and draft.shape is None and may_be_empty:
+    if compiled_on_cpu and draft is not None and draft.shape is None and draft.aux_layers is None:
         for drafts in (True, False):
             other = copy.copy(engine)
             other.draft = ForcedDraft(draft, drafts)

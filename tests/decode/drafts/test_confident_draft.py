@@ -178,7 +178,7 @@ class Patterned(DraftWrapper):
 
     def __init__(self, inner: Draft, pattern: Sequence[int] = PATTERN):
         super().__init__(inner)
-        self.on_host = self.may_be_empty = True
+        self.on_host = True
         self.pattern, self.at = pattern, 0
 
     def begin_batch(self, request: DraftContext) -> None:
