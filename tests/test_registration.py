@@ -1,11 +1,12 @@
-"""A draft family and a verification rule are each one registration: both are added here, in one file, and used whole.
+"""A draft family and a verification rule are each one registration: both are added from outside and used whole.
 
-The toy family is a bigram table, the toy rule accepts every drafted token. They go through training, the dry run,
-decoding, the evaluation report and the published folder, without a change to any other file.
+The toy family (`tests/toy_family.py`) is a bigram table, the toy rule accepts every drafted token. They go through
+training, the dry run, decoding, the evaluation report and the published folder, without a change to any other file.
 """
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,21 +15,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
 
 from decode.checkpoints import layouts
-from decode.checkpoints.draft_folder import check_target, read_metadata
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
 from decode.common.published import Word
 from decode.common.settings import parse_settings
 from decode.common.typed_json import from_json
-from decode.drafts.base import Draft, DraftContext, Proposal
-from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
 from decode.engine.engine import decode
-from decode.model.kv_cache import TreeNodes
-from decode.model.loading import DTYPES, Target, load_target
+from decode.model.loading import load_target
 from decode.verification.registry import (
     VERIFICATION_RULES,
     DraftedTokens,
@@ -36,98 +33,23 @@ from decode.verification.registry import (
     register_rule,
 )
 from decode.verification.rules import NO_DRAFT, VerificationResult, count_accepted
-from tests import worlds
+from tests import toy_family, worlds
 from tests.tiny import tiny_model
+from tests.toy_family import BIGRAM, BigramSettings, TrainableBigram
 from tests.train.data import test_packing
 from tests.train.families import test_heads_training, test_overfit
 from tests.train.planning import test_shape_run
 from tests.worlds import ROOT, World
-from train.data.batching import Batch
-from train.families.base import FamilyContext, TrainableDraft
 from train.families.builders import BUILDERS, register_trained
 from train.families.registry import TRAINED_FAMILIES, family_settings
 from train.families.settings.base import FamilySettings
 from train.hub.evidence import Evidence
 from train.hub.publish import build_draft_folder
-from train.losses.objective import Criterion
 from train.planning.shape_run import ShapeRun, made_up_rows
 from train.settings.training import HubLabels
-from train.teacher.live import LiveTeacher, TeacherOutput
 from train.trainer.settings import DistillConfig
 
 STEPS = 3
-
-# ---- a draft family: decoder, training, sizes ----
-
-
-class BigramDraft(Draft):
-    """Drafts from a table of logits [V, V]: row t is the next token's after token t."""
-
-    name = "bigram"
-
-    def __init__(self, table: Tensor):
-        self.table = table
-
-    def begin_batch(self, request: DraftContext) -> None:
-        self.request, self.plan = request, build_tree_plan(self.shape, self.table.device)
-
-    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
-        def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
-            return self.table[tokens]
-
-        last = history.gather(1, length[:, None] - 1)[:, 0]
-        return draft_tokens(step, self.table[last], length, k, self.plan, self.request)
-
-
-def load_bigram(path: str, target: Target, device: str, dtype: str) -> BigramDraft:
-    check_target(path, target)
-    table = load_file(Path(path) / layouts.WEIGHTS_FILE)["table"]
-    return BigramDraft(table.to(device, DTYPES[dtype]))
-
-
-class BigramTrainer(nn.Module):
-    """The loss of the table against the target's distributions."""
-
-    def __init__(self, teacher: LiveTeacher, vocab: int, criterion: Criterion):
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(vocab, vocab))
-        self.head, self.criterion = teacher.head, criterion
-
-    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
-        p_logits = self.head(output.head_inputs[batch.loss_mask])
-        q_logits = self.table[batch.input_ids[batch.loss_mask]]
-        target = self.criterion.target_distribution(p_logits)
-        return {"loss": self.criterion.position_losses(target, q_logits).sum()}
-
-
-class TrainableBigram(TrainableDraft):
-    def __init__(self, context: FamilyContext, settings: FamilySettings):
-        teacher = context.teacher(None)
-        assert isinstance(teacher, LiveTeacher)
-        vocab = context.target.runner.vocab_size
-        model = BigramTrainer(teacher, vocab, context.criterion()).to(context.device)
-        self.table, self.teacher, self.model = model.table, teacher, model
-        self.muon_parameters, self.metadata = [], {}
-
-    def to_draft(self) -> Draft:
-        return BigramDraft(self.table.detach())
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        table = self.table.detach()
-        (folder / "config.json").write_text(json.dumps({"vocab_size": len(table)}))
-        save_file({"table": table}, folder / layouts.WEIGHTS_FILE, {"format": "pt"})
-
-
-@dataclass
-class BigramSettings(FamilySettings):
-    family: Word = "bigram"
-
-    description = "a table of bigrams"
-    hub_tag = "bigram"
-
-
-BIGRAM = DraftFamily("bigram", load=load_bigram)
 
 # ---- a verification rule ----
 
@@ -145,8 +67,7 @@ ACCEPT_ALL = VerificationRule("accept-all", False, accept_all, "keeps every draf
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    register_family(BIGRAM)
-    register_trained(BigramSettings, TrainableBigram)
+    toy_family.register()
     register_rule(ACCEPT_ALL)
     yield
     del (
@@ -252,6 +173,26 @@ def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path
     assert "decode/generate.py" in card
     assert "vLLM has no method for drafts of family bigram" in card
     assert "bigram" in yaml.safe_load(card.split("---")[1])["tags"]
+
+
+def test_a_family_from_another_folder_is_trained_and_decodes(
+    world: World, data: Path, tmp_path: Path
+) -> None:
+    """Catches a family that has to stand in this tree. The commands know it by the variable alone."""
+    shutil.copy(toy_family.__file__, tmp_path / "my_bigrams.py")
+    (tmp_path / "my_family.py").write_text("import my_bigrams\n\nmy_bigrams.register()\n")
+    out = tmp_path / "draft"
+    arguments = ("--target", world.target, "--draft.family", "bigram", "--data", data, "--out", out,
+                 "--loop.steps", STEPS, "--loop.batch_size", 4, "--loop.eval_every", 0)  # fmt: skip
+    env = {"PYTHONPATH": str(tmp_path), "DRAFTSMITH_PLUGINS": "my_family"}
+    worlds.run("train/distill.py", *arguments, env=env).ok()
+    prompt = ("--target", world.target, "--prompt", "abc", "--max_new_tokens", 4, "--draft", out)
+    assert worlds.run("decode/generate.py", *prompt, env=env).ok().out
+    unknown = worlds.run("decode/generate.py", *prompt)
+    assert (unknown.code, "family 'bigram'; known: " in unknown.err) == (2, True)
+    absent = worlds.run("decode/generate.py", *prompt, env={"DRAFTSMITH_PLUGINS": "not_there"})
+    assert (absent.code, absent.err.count("\n")) == (2, 1)
+    assert "DRAFTSMITH_PLUGINS names 'not_there'" in absent.err
 
 
 # ---- every family has all its parts ----

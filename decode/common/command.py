@@ -7,6 +7,8 @@ something end with 1 by themselves where it is not right. docs/runs.md says what
 
 import ctypes
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -27,6 +29,11 @@ T = TypeVar("T")
 
 REPORTED = "reported-"
 """What the names of empty files begin with, one for each error that was printed."""
+
+
+PLUGINS, ENTRY_POINTS = "DRAFTSMITH_PLUGINS", "draftsmith"
+"""Environment variable with the names of modules, separated by commas, and group of entry points of installed packages:
+each is imported before settings are read, and registers draft families or verification rules."""
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -60,6 +67,7 @@ def run_command(
     words[: len(given)] = [f"--{name}={word}" for name, word in zip(names, given, strict=False)]
     try:
         unusual = machine.prepare()
+        import_plugins()
         asked = parse_settings(settings, about or "", words)
         if unusual and os.environ.get("RANK", "0") == "0":
             print(f"warning: {unusual}", file=sys.stderr)
@@ -80,6 +88,19 @@ def run_command(
         if line is None:
             raise
         _end(2, f"error: {line}", error)
+
+
+def import_plugins() -> None:
+    """Imports what PLUGINS and ENTRY_POINTS name. UserError for a module that is not there."""
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        point.load()
+    for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(
+                f"{PLUGINS} names {name!r}, which cannot be imported: {error}"
+            ) from error
 
 
 @contextmanager
