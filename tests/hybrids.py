@@ -155,7 +155,7 @@ def plain_law(model: Any, prompt: list[int], length: int, sampling: SamplingPara
 class PartlyRight(Draft):
     """Drafts the first tokens of known answers, 0 to k of them as the text before has it, and wrong ones behind."""
 
-    name, on_host = "partly right", True
+    name, runs = "partly right", "host"
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]):
         self.answers = answers

@@ -129,7 +129,7 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
         trainable.model.train()
     # Others have the target's context, to which samples are cut.
     if s.draft.continues and not s.dry_run and PartialState().is_main_process:
-        warn_of_long_samples(trainable.to_draft().context, rows)
+        warn_of_long_samples(trainable.to_draft().reads.context, rows)
         trainable.model.train()
     return trainable
 

@@ -114,8 +114,12 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         raise UserError(
             "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
         )
-    if "sliding_attention" in (flat.get("layer_types") or []):
-        raise UserError("a DFlash draft with sliding layers: only full attention is supported")
+    kinds = set(flat.get("layer_types") or ()) - {"full_attention"}
+    if kinds - {"sliding_attention"} or (kinds and not flat.get("sliding_window")):
+        raise UserError(
+            f"a DFlash draft with layer_types {sorted(kinds)}: full_attention, or sliding_attention with a number "
+            "sliding_window, are supported"
+        )
     if flat.get("markov_rank") and flat.get("markov_head_type", "vanilla") != "vanilla":
         raise UserError(
             f"DSpark with a corrector of type {flat['markov_head_type']!r}: only vanilla is supported"
@@ -130,6 +134,9 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
     fields = {
         "sample_from_anchor": anchor,
+        "use_sliding_window": bool(kinds),
+        # speculators trains all slots of a block with the anchor's window, others each with its own
+        "window_from_anchor": "transformer_layer_config" in config,
         "dflash_config": nested,
         "block_size": int(flat.get("block_size") or nested["block_size"]),
         layouts.AUX_LAYERS: list(aux_layers(HeadConfig(flat))),

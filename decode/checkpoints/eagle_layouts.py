@@ -27,6 +27,8 @@ OUTER_KEYS = (*SIZES, *NORM_FLAGS, layouts.AUX_LAYERS, "mask_token_id", "dtype",
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where engines look for the mask token of P-EAGLE, in this order."""
+Q_NORM = "self_attn.q_norm.weight"
+"""The tensor by which Qwen3's layers are known."""
 NO_LAYER_NAMES = re.compile(
     r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash|dspark|speculator|draft|model|mtp", re.IGNORECASE
 )
@@ -165,7 +167,10 @@ def _eagle3_shapes(config: HeadConfig) -> Shapes:
     for i in range(config.value("num_hidden_layers", 1)):
         # The first reads the embedding beside the state.
         layer = layouts.llama_layer(config, hidden if i else 2 * hidden)
-        layer["hidden_norm.weight"] = (hidden,)
+        if i == 0:
+            layer["hidden_norm.weight"] = (hidden,)
+        if config.get("qk_norm"):
+            layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= {
         "fc.weight": (hidden, count * width),
@@ -199,7 +204,10 @@ def _shared(config: HeadConfig) -> set[str]:
 def _read_eagle1(config: HeadConfig, tensors: Tensors) -> ReadFiles:
     if "transformer_layer_config" in config:
         raise UserError("EAGLE-1 in the nested config of speculators is not read: save it flat")
-    _check_single_layer(config)
+    layers = config.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise UserError(f"EAGLE-1 of {layers} layers: only drafts with one layer are supported")
+    _check_layers(config)
     return HeadConfig(config | EAGLE1_FIELDS), tensors
 
 
@@ -213,7 +221,11 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
         outer = {k: config[k] for k in OUTER_KEYS if config.get(k) is not None}
         # When it is absent it is true in speculators' config, but false in a flat one.
         flat = {"norm_before_residual": True, **config["transformer_layer_config"], **outer}
-    _check_single_layer(flat)
+    _check_layers(flat, ("qwen3",))
+    if f"layers.0.{Q_NORM}" in tensors:
+        flat["qk_norm"] = True
+    elif layer_kind(flat) == "qwen3":
+        raise UserError(f"EAGLE-3 with Qwen3's layer lacks its layers.0.{Q_NORM}: get it again")
     nested = flat.pop("eagle_config", None) or {}
     if nested.get("use_aux_hidden_state") is False:
         raise UserError("EAGLE-3 that reads the last hidden state alone is not supported")
@@ -224,6 +236,7 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
     flat |= {
         "architectures": [layouts.EAGLE3_ARCHITECTURE],
         "model_type": "llama",
+        "num_hidden_layers": flat.get("num_hidden_layers") or 1,
         "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
         "draft_vocab_size": flat.get("draft_vocab_size") or flat["vocab_size"],
     }
@@ -238,19 +251,18 @@ def _read_eagle3(config: HeadConfig, tensors: Tensors, family: str = "eagle3") -
     return HeadConfig(flat | layouts.aux_layer_fields(layers)), tensors
 
 
-def _check_single_layer(config: Mapping[str, Any]) -> None:
-    """UserError for EAGLE drafts that our modules cannot represent."""
-    layers = config.get("num_hidden_layers", 1)
-    if layers != 1:
-        raise UserError(f"EAGLE of {layers} layers: only drafts with one layer are supported")
+def _check_layers(config: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    """UserError for EAGLE drafts whose layers are not Llama's, Mistral's or of the kinds `more`, or have biases."""
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise UserError("EAGLE with biases in its layer: such drafts are not supported")
     kind = layer_kind(config)
-    known, named = ("llama", "mistral", "eagle", ""), config.get("model_type") or ""
+    known, named = ("llama", "mistral", "eagle", "", *more), config.get("model_type") or ""
     if "auto_map" in config and named not in known:
         kind = str(named)  # its own code says what the layer computes, and is not run
     if kind not in known:  # Mistral's is Llama's with a window
-        raise UserError(f"EAGLE with a layer of type {kind!r}: only Llama's is supported")
+        raise UserError(
+            f"EAGLE with a layer of type {kind!r}: only {' and '.join(('Llama', *more))} are supported"
+        )
 
 
 def layer_kind(config: Mapping[str, Any]) -> str:

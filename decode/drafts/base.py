@@ -1,9 +1,9 @@
 """The interface between drafts and the engine."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
-from decode.verification.tree import TreeShape, max_slots
+from decode.verification.tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,9 @@ class DraftContext:
     """Tokens beyond `k` that a round may commit: forced ones, which the engine adds behind chains."""
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     """Gives a function compiled, where rounds are: a draft that decides on the host asks another one by it."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """What a draft registers here is called when the requests have ended, or failed: it takes its hooks off a target
+    that other drafts share."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def cut_proposal(proposal: Proposal, room: Tensor) -> Proposal:
 def propose_within_context(draft: "Draft", history: Tensor, length: Tensor, k: int) -> Proposal:
     """What the draft proposes, with NO_DRAFT for tokens beyond its own context."""
     proposal = draft.propose(history, length, k)
-    return proposal if draft.context is None else cut_proposal(proposal, draft.context - length)
+    limit = draft.reads.context
+    return proposal if limit is None else cut_proposal(proposal, limit - length)
 
 
 def pad_chain(proposal: Proposal, width: int) -> Proposal:
@@ -118,13 +122,29 @@ class DraftBuffers:
     reader: "Draft"
     """The one whose `update_hidden_states` is called. Compiled code is specific to its class."""
     kv_caches: list[StaticKVCache] = field(default_factory=list)
-    """The `slots` of one are a new object whenever it was allocated anew or enlarged."""
+    """The engine enlarges them as texts grow. The `slots` of one are a new object whenever it was allocated anew or
+    enlarged."""
     state: list[Tensor] = field(default_factory=list)
     """Tensors that a later round reads as they are: a CUDA graph puts them back after the rounds that warm it up, which
     the text never sees. KV buffers are not among them: slots from a row's length on are written again before they are
     read."""
     can_grow: bool = True
     """Whether compiled code of this draft runs for any number of slots of its KV caches."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a draft reads."""
+
+    aux_layers: HiddenStateSpec | None = None
+    """Hidden states of the target: `prefill` and `update_hidden_states` bring them."""
+    target: Target | None = None
+    """The target whose hidden states, layers or embedding it reads: it drafts for no other. None: it reads text."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer whose ids it drafts; empty: that of any target, or not known."""
+    context: int | None = None
+    """Tokens that its model can read, drafted ones included: nothing is drafted beyond them. None: it has no limit of
+    its own, and the engine's is the target's."""
 
 
 class Draft:
@@ -134,27 +154,13 @@ class Draft:
     """
 
     name: str
-    on_host: bool = False
-    """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
-    aux_layers: HiddenStateSpec | None = None
-    """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
-    eager_only: bool = False
-    """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
+    runs: Literal["device", "host", "pass"] = "device"
+    """Where it drafts. host: from what `on_commit` brings or other numbers on the host, so the engine must read each
+    round before it starts the next. pass: so, and in the middle of the target's pass, which therefore is not compiled.
+    """
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
-    target: Target | None = None
-    """The target whose hidden states, layers or embedding it reads: it drafts for no other. None: it reads text."""
-    tokenizer = ""
-    """Fingerprint of the tokenizer whose ids it drafts; empty: that of any target, or not known."""
-    context: int | None = None
-    """Tokens that its model can read, drafted ones included: nothing is drafted beyond them. None: it has no limit of
-    its own, and the engine's is the target's."""
-    vocab_ids: Tensor | None = None
-    """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
-
-    def max_slots(self, k: int) -> int:
-        """Slots past a row's length that a round may write to, in the draft's KV cache or in the target's."""
-        return max_slots(self.shape, k)
+    reads: Reads = Reads()
 
     def begin_batch(self, request: DraftContext) -> None:
         """Starts a batch with empty rows."""
@@ -168,11 +174,8 @@ class Draft:
     ) -> None:
         """Rows `row` [b] get new prompts [b, W], right-padded, of `length` [b].
 
-        `features` [b, W, F] are the target's hidden states that `aux_layers` names; None without aux_layers.
+        `features` [b, W, F] are the target's hidden states that `reads.aux_layers` names; None without them.
         """
-
-    def reserve(self, size: int) -> None:
-        """Enlarges the buffers to `size` tokens a row; their content stays."""
 
     def on_commit(self, row: int, tokens: list[int]) -> None:
         """These ids were committed to the row, as read on the host: first prompt and first token, then each round's."""
@@ -181,7 +184,7 @@ class Draft:
         """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the hidden states of
         the token before each of them (the root and the accepted drafts). 0 for rows that do not change.
 
-        Only called for a draft with `aux_layers`. It runs on the device, inside a round.
+        Only called for a draft that reads hidden states. It runs on the device, inside a round.
         """
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
@@ -192,9 +195,10 @@ class Draft:
         """
         raise NotImplementedError
 
-    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
-        """Takes the place of `propose` in a round whose tokens, up to k, come from elsewhere or are not drafted at all:
-        later proposals are those that the text gives, as if the draft had been asked.
+    def skip(self, history: Tensor, length: Tensor, k: int, proposed: bool = False) -> None:
+        """A round's tokens, up to k, come from elsewhere, or none are drafted: later proposals are those that the text
+        gives, as if the draft had been asked. It takes the place of `propose`, or with `proposed` follows it: then only
+        a draft that takes the tokens of its last proposal, or their number, for those of the text has something to do.
 
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
@@ -204,18 +208,10 @@ class Draft:
         ones of few, since there is compiled code for each. What `propose` does in some rounds only, such as reading the
         tokens of skipped rounds, is done here."""
 
-    def during_verification(self) -> AbstractContextManager[None]:
-        """In force while the target verifies a proposal and the round is committed. A draft that reads the target in
-        the middle of its pass registers its hooks here, for this time alone: other drafts share the target."""
-        return nullcontext()
-
-    def on_replaced(self, k: int) -> None:
-        """After `propose`: the target verifies other tokens, up to k, in some rows. Only a draft that takes the tokens
-        of its last proposal, or their number, for those of the text has something to do."""
-
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""
     for part in draft.buffers().drafts:
         claim(part, f"draft {part.name!r}")
-    draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))
+    with ExitStack() as closing:
+        draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1), closing=closing))

@@ -82,7 +82,7 @@ class PardDraft(CausalDraft):
 
     def begin_batch(self, request: DraftContext) -> None:
         super().begin_batch(request)
-        self.depth = max_depth(self.shape, request.k)
+        self.reread = max_depth(self.shape, request.k) + 1
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """A round commits up to depth + 1 tokens: as many are read, of which some were read before.
@@ -93,16 +93,12 @@ class PardDraft(CausalDraft):
         logits = self._read_with_masks(history, length, depth)
         return draft_tokens(level_step(logits), logits[:, 0], length, k, self.plan, self.request)
 
-    def on_replaced(self, k: int) -> None:
-        """As many committed tokens as a round of masks has levels are read again anyway."""
-        self.unread += max(0, k - self.depth)
-
-    def _read_committed(self, history: Tensor, length: Tensor, k: int) -> Tensor:
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         return self._read_with_masks(history, length, 1)[:, 0]
 
     def _read_with_masks(self, history: Tensor, length: Tensor, depth: int) -> Tensor:
         """[B, depth, V]: the logits at each level."""
-        count = self.unread + self.depth + 1
+        count = self.unread + self.reread
         self.unread = 0
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         masks = history.new_full((len(history), depth - 1), self.mask_token)
@@ -207,7 +203,13 @@ class DFlashDraft(CachedHead):
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.kv_cache.kv_layers[number].update(k, v)
-            return attention_forward(self.net, q, keys, values, None)[0]
+            window = self.net.windows[number]
+            if window is None:
+                return attention_forward(self.net, q, keys, values, None)[0]
+            mask = self._window_mask(length - 1, size, keys.shape[2], window)[:, None]
+            grouped = q.shape[1] != keys.shape[1]
+            out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=grouped)
+            return out.transpose(1, 2)
 
         embeds = F.embedding(tokens, self.embedding).to(self.dtype)
         with forward_context(slots):
@@ -217,6 +219,17 @@ class DFlashDraft(CachedHead):
         first = base[:, 0] if correction is None else base[:, 0] + correction(anchor[:, 0])
         step = level_step(base, correction)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
+
+    def _window_mask(self, anchor: Tensor, size: int, slots: int, window: int) -> Tensor:
+        """[B, size, S] bool: what the slots of a block at `anchor` [B] see of S slots in a layer with this window."""
+        index = torch.arange(size, device=anchor.device)[:, None]  # [size, 1]
+        relative = torch.arange(slots, device=anchor.device) - anchor[:, None, None]  # [B, 1, S]
+        if self.net.window_from_anchor:
+            context = (relative < 0) & (relative >= -window)
+        else:
+            context = (relative < 0) & (index - relative < window)
+        last = index if self.net.sliding_is_causal else size - 1
+        return context | ((relative >= 0) & (relative <= last))
 
     def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         states = self.state_buffer.states

@@ -12,7 +12,7 @@ from decode.checkpoints import draft_vocab, importers
 from decode.checkpoints.draft_folder import check_vocabulary, read_metadata
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal, Reads
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.compatibility import position_limit
 from decode.model.loading import (
@@ -39,9 +39,6 @@ class LanguageModelDraft(Draft):
         runner = self.runner
         return DraftBuffers([self], self, [runner.cache], can_grow=runner.can_grow)
 
-    def reserve(self, size: int) -> None:
-        self.runner.reserve(size)
-
 
 # ---- with recurrent layers ----
 
@@ -57,7 +54,7 @@ class RecurrentDraft(LanguageModelDraft):
 
     def __init__(self, runner: RecurrentRunner, name: str = "causal"):
         self.runner, self.name = runner, name
-        self.context = position_limit(runner.config)
+        self.reads = Reads(context=position_limit(runner.config))
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees: there is one state a row."""
@@ -118,12 +115,15 @@ class CausalDraft(LanguageModelDraft):
                 "of chains, or take a model with attention alone"
             )
         self.runner, self.name, self.shape = runner, name, shape
-        self.context = position_limit(runner.config)
+        self.reads = Reads(context=position_limit(runner.config))
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.runner.device)
-        self.unread = 0  # committed tokens at most that the KV cache lacks besides the usual ones
+        # A chain leaves its last drafted token and the bonus token to read. The path of a tree lies at scattered slots
+        # of the KV cache and is run again as a whole.
+        self.reread = 2 if self.shape is None else max_depth(self.shape, request.k) + 1
+        self.unread = 0  # committed tokens at most that the KV cache lacks besides these
         self.runner.allocate(request.rows, request.size)
 
     def prefill(
@@ -133,14 +133,19 @@ class CausalDraft(LanguageModelDraft):
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """The first step runs all tokens that the KV cache may lack, a fixed number unless rounds were skipped."""
-        logits = self._read_committed(history, length, k)
+        logits = self._read_committed(history, length)
         return draft_tokens(decoder_step(self.runner), logits, length, k, self.plan, self.request)
 
-    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int, proposed: bool = False) -> None:
         """Runs nothing: the first step of the next `propose` reads these tokens too. They are read here only when there
         are MAX_UNREAD of them, since some models compute logits for each token of a step."""
+        if (
+            proposed
+        ):  # the KV cache has the draft's own tokens, and some of the text's are read again anyway
+            self.unread += max(0, k + 1 - self.reread)
+            return
         if self.unread >= MAX_UNREAD:
-            self._read_committed(history, length, k)
+            self._read_committed(history, length)
         self.unread += k + 1
 
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
@@ -149,19 +154,11 @@ class CausalDraft(LanguageModelDraft):
         if 0 < self.unread <= LATE and int(length.min()) > LATE + 2:
             self.unread = LATE
         elif self.unread > 0:
-            self._read_committed(history, length, k)
+            self._read_committed(history, length)
 
-    def on_replaced(self, k: int) -> None:
-        """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""
-        self.unread += k - 1
-
-    def _read_committed(self, history: Tensor, length: Tensor, k: int) -> Tensor:
-        """Logits [B, V] after the last committed token. The step runs all tokens that the KV cache may lack.
-
-        After a round that drafted a chain these are the last drafted token and the bonus token. The path of a tree lies
-        at scattered slots of the KV cache and is run again as a whole.
-        """
-        count = self.unread + (2 if self.shape is None else max_depth(self.shape, k) + 1)
+    def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
+        """Logits [B, V] after the last committed token. The step runs all tokens that the KV cache may lack."""
+        count = self.unread + self.reread
         self.unread = 0
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         tokens = history.gather(1, back.clamp_min(0))

@@ -2,7 +2,8 @@
 
 DFlash: z-lab's block diffusion draft; DSpark: arXiv 2607.05147. Parameters have the names of serving engines. The
 hidden states of the text enter as keys and values alone: of each layer, at their own positions, from one fused state.
-The block is [anchor, MASK, MASK, …]; its slots see each other and all states before the anchor.
+The block is [anchor, MASK, MASK, …]; its slots see each other and all states before the anchor. Layers with a window
+see that many states, and in the block what is before them, unless `sliding_window_non_causal`.
 """
 
 from collections.abc import Callable
@@ -12,26 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from decode.drafts.eagle_model import AttendFn, HeadAttention, head_context
+from decode.drafts.eagle_model import DecoderLayer, head_context, layer_windows
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import run_now
-from decode.model.modules import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm
+from decode.model.modules import Fp32RotaryEmbedding, RMSNorm
 
 LayerAttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(number of the layer, q [B, heads, T, D], k and v [B, kv heads, T, D] of the block) -> [B, T, heads, D]."""
-
-
-class DFlashLayer(nn.Module):
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = HeadAttention(config, config.hidden_size, normed=True)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
-
-    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class MarkovHead(nn.Module):
@@ -77,6 +65,9 @@ class DFlashModel(nn.Module):
         fields = config.to_dict()
         width, vocab = config.hidden_size, config.vocab_size
         self.config, self.aux_layers, self.max_positions = config, aux_layers, head_context(config)
+        self.sliding_is_causal = not fields.get("sliding_window_non_causal")
+        self.window_from_anchor: bool = fields.get("window_from_anchor") or False
+        """Whether windows count from the anchor, the same for all slots of a block, or from each slot."""
         self.mask_token: int = fields["dflash_config"]["mask_token_id"]
         self.block_size: int = fields["block_size"]
         rank: int = fields.get("markov_rank") or 0
@@ -84,7 +75,10 @@ class DFlashModel(nn.Module):
         """The first slot of a block that predicts a token."""
         self.fc = nn.Linear(len(aux_layers.layers) * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, True) for _ in range(config.num_hidden_layers)
+        )
+        self.windows = layer_windows(config, len(self.layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = None if ids is None else nn.Linear(width, len(ids), bias=False)
         draft_vocab = vocab if ids is None else len(ids)

@@ -15,9 +15,10 @@ from torch import Tensor
 from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal, Reads
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import (
+    QK_NORM_FIELDS,
     Eagle1Model,
     Eagle3Model,
     EagleModel,
@@ -37,10 +38,11 @@ class CachedHead(Draft):
     """A head over the target's hidden states with the target's embedding and a KV cache of its own layers."""
 
     net: Any
-    context: int
 
     def __init__(self, net: Any, target: Target, name: str):
-        self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
+        self.net, self.name = net.eval(), name
+        self.context: int = min(target.runner.context, net.max_positions)
+        self.reads = Reads(net.aux_layers, target, context=self.context)
         patch_layers(net)
         weight = next(net.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -49,14 +51,10 @@ class CachedHead(Draft):
         self.vocab = None
         if net.ids is not None:
             self.vocab = ReducedVocab(net.ids, target.runner.vocab_size)
-            self.vocab_ids = net.ids
-        self.context = min(target.runner.context, net.max_positions)
         hidden = target.runner.config.hidden_size
         self.width = hidden * (len(net.aux_layers.layers) + net.aux_layers.final)
-        self.allocated_shape, self.state = (0, 0), list[Tensor]()
-        self.kv_cache = StaticKVCache(
-            len(net.layers), 1, 1, self.device
-        )  # empty until `begin_batch`
+        self.state = list[Tensor]()
+        self.kv_cache = StaticKVCache(len(net.layers), 0, 0, self.device)
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
@@ -67,25 +65,16 @@ class CachedHead(Draft):
         count = max_depth(self.shape, request.k) + 1 + request.extra
         rows, size = request.rows, request.size
         # Buffers of the same shape stay: CUDA graphs hold their addresses
-        if (rows, size) != self.allocated_shape:
+        if (rows, size) != self.kv_cache.shape:
             self.kv_cache = StaticKVCache(len(self.net.layers), rows, size, self.device)
-            self.allocated_shape = rows, size
             self.state_buffers: dict[int, HiddenStateBuffer] = {}
-        if (
-            count not in self.state_buffers
-        ):  # methods of another K or tree take turns with one draft
+        # methods of another K or tree take turns with one draft
+        if count not in self.state_buffers:
             buffer = HiddenStateBuffer(rows, count, self.width, self.device, self.dtype)
             self.state_buffers[count] = buffer
         self.state_buffer = self.state_buffers[count]
         self.state = [self.state_buffer.states]
         self.unread = 1  # committed tokens at most that the KV cache lacks; of a prompt one
-
-    def reserve(self, size: int) -> None:
-        rows, allocated = self.allocated_shape
-        if allocated < size:
-            self.allocated_shape = 0, 0  # if this fails, not all layers are enlarged
-            self.kv_cache.reserve(size)
-            self.allocated_shape = rows, size
 
     def buffers(self) -> DraftBuffers:
         return DraftBuffers([self], self, [self.kv_cache], self.state)
@@ -93,18 +82,17 @@ class CachedHead(Draft):
     def update_hidden_states(self, features: Tensor, count: Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
 
-    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
+    def skip(self, history: Tensor, length: Tensor, k: int, proposed: bool = False) -> None:
         """Reads what rounds have committed, without the LM head, as soon as the buffer of the target's states could not
         hold it together with what this round commits."""
+        if proposed:
+            self.unread = 0
         if self.unread + k + 1 > self.state_buffer.states.shape[1]:
             self._read_committed(history, length)
             self.unread = 0
         self.unread += k + 1
 
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
-        self.unread = k + 1
-
-    def on_replaced(self, k: int) -> None:
         self.unread = k + 1
 
     def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
@@ -164,12 +152,14 @@ class EagleDraft(CachedHead):
 
     def _forward(self, state: Tensor, tokens: Tensor) -> Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the positions that were set in the KV cache."""
-        slots, layer = self.kv_cache.slots, self.kv_cache.kv_layers[0]
+        slots = self.kv_cache.slots
+        layers = iter(zip(self.kv_cache.kv_layers, self.net.windows, strict=True))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer, window = next(layers)
             keys, values = layer.update(k, v)
             with forward_context(slots):
-                return attention_forward(self.net, q, keys, values, None)[0]
+                return attention_forward(self.net, q, keys, values, None, sliding_window=window)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         return self.net.step(state, embeds, self._positions(), attend)
@@ -186,7 +176,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
     config, tensors, metadata = found.config, dict(found.tensors), read_metadata(path)
     hidden = target.runner.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.runner.vocab_size})
-    check_arithmetic(config)
+    check_arithmetic(config, QK_NORM_FIELDS if config.get("qk_norm") else ())
     own = "embed_tokens.weight"
     if own in tensors and layouts.equal_values(
         tensors[own], target.runner.model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's hidden states, without cache or loop.
+"""The networks of EAGLE-1 and EAGLE-3: decoder layers over the target's hidden states, without cache or loop.
 
 Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters have the names of serving engines
 (decode/checkpoints/eagle_layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the
@@ -28,7 +28,8 @@ from decode.model.modules import (
 )
 
 AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
+"""q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache.
+It is called for each layer, in their order."""
 
 
 class HeadAttention(nn.Module):
@@ -61,19 +62,34 @@ class HeadAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.size)
 
 
+class DecoderLayer(nn.Module):
+    """Llama's decoder layer, or Qwen3's if `normed`."""
+
+    def __init__(self, config: LlamaConfig, normed: bool):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = HeadAttention(config, config.hidden_size, normed)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual is the state without norm.
+    """EAGLE-3's first layer: attention reads [norm(e); norm(state)], the residual is the state without norm.
 
     With `norm_before_residual` the residual is norm(state), as the speculators library trains it.
     """
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, normed: bool):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
         self.input_layernorm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = HeadAttention(config, 2 * width)
+        self.self_attn = HeadAttention(config, 2 * width, normed)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
 
@@ -90,14 +106,14 @@ class Eagle3Layer(nn.Module):
 
 
 class EagleNetwork(nn.Module):
-    """What the networks of EAGLE-1 and EAGLE-3 share: one layer, and an embedding of their own or the target's."""
+    """What the networks of EAGLE-1 and EAGLE-3 share: a first layer, and an embedding of their own or the target's."""
 
     layers: nn.ModuleList
     embed_tokens: nn.Embedding | None
 
     @property
     def layer(self) -> Any:
-        """The only layer; checkpoints name it as a list."""
+        """The first layer, mostly the only one; checkpoints name them as a list."""
         return self.layers[0]
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -107,13 +123,15 @@ class EagleNetwork(nn.Module):
 
 
 class Eagle3Model(EagleNetwork):
-    """`fc` combines three hidden states of the target; then one layer and an own head over `ids` of the vocabulary.
+    """`fc` combines three hidden states of the target; then one layer, or more, and an own head over `ids` of the
+    vocabulary.
 
     `ids` [Vd] are the target's token ids that the head predicts, None for all; they are saved as the offsets d2t. A
     model narrower than its target has its own embedding; others read the target's unless `own_embedding`. Four flags
     in config.json, all false by default, add norms: `norm_before_residual` (Eagle3Layer),
     `norm_before_fc` (one norm of all three states), `fc_norm` (one norm of each), `norm_output` (of the state that goes
-    to the next step). With `mask_token_id` in config.json it is P-EAGLE, which has the state of a mask besides.
+    to the next step). `qk_norm` makes its layers Qwen3's. With `mask_token_id` in config.json it is P-EAGLE, which has
+    the state of a mask besides.
     """
 
     def __init__(
@@ -139,7 +157,10 @@ class Eagle3Model(EagleNetwork):
             else None
         )
         self.normed_output: bool = flags.get("norm_output") or False
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        normed = any(flags.get(name) for name in QK_NORM_FIELDS)
+        more = [DecoderLayer(config, normed) for _ in range(1, config.num_hidden_layers)]
+        self.layers = nn.ModuleList([Eagle3Layer(config, normed), *more])
+        self.windows = layer_windows(config, len(self.layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, size, bias=False)
         own_embedding = own_embedding or width != target_width
@@ -164,11 +185,14 @@ class Eagle3Model(EagleNetwork):
 
     def step(self, state: Tensor, embeds: Tensor, position: Tensor, attend: AttendFn) -> Tensor:
         """States and embeddings [B, T, h] at `position` [B, T] -> the next states (normed if `norm_output`)."""
-        state = self.layer(state, embeds, self.rotary(state, position), attend)
+        rotary = self.rotary(state, position)
+        state = self.layer(state, embeds, rotary, attend)
+        for layer in self.layers[1:]:
+            state = layer(state, rotary, attend)
         return self.norm(state) if self.normed_output else state
 
     def keys_values(self, state: Tensor, embeds: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, kv heads, T, D] of these pairs, without running the rest of the layer."""
+        """k, v [B, kv heads, T, D] of these pairs in the first layer, without running the rest of it."""
         return self.layer.keys_values(state, embeds, self.rotary(state, position))
 
     def head_input(self, state: Tensor) -> Tensor:
@@ -216,6 +240,7 @@ class Eagle1Model(EagleNetwork):
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
         self.layers = nn.ModuleList([Eagle1Layer(config)])
+        self.windows = layer_windows(config, 1)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
         self.rotary = Fp32RotaryEmbedding(config)
 
@@ -249,10 +274,16 @@ UNBOUNDED = 1 << 30
 
 
 def head_context(config: LlamaConfig) -> int:
-    """Tokens that a head can read: its positions, or the window of its layer, which is computed with full attention."""
+    """Tokens that a head can read: its positions."""
+    return position_limit(config) or UNBOUNDED
+
+
+def layer_windows(config: LlamaConfig, layers: int) -> list[int | None]:
+    """For each layer how many tokens a query sees, itself included; None: all before it."""
     fields = config.to_dict()
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-    return min(position_limit(config) or UNBOUNDED, window or UNBOUNDED)
+    kinds = fields.get("layer_types") or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
 
 
 UNREAD_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -268,7 +299,7 @@ UNREAD_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Settings of other models' layers that heads do not compute, and the values with which they change nothing."""
 QK_NORM_FIELDS = ("qk_norm", "use_qk_norm", "query_key_norm", "use_query_key_norm")
-"""Those that are true of DFlash, whose layers have these norms."""
+"""Those that are true of Qwen3's layers."""
 
 
 def check_arithmetic(fields: Mapping[str, Any], has: Collection[str] = ()) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.draft_folder import check_target
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftContext, Proposal, Reads
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, decoder_step, draft_tokens
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import final_norm
@@ -91,7 +91,7 @@ class EarlyExitDraft(Draft):
         adapter: ExitAdapter | None = None,
     ):
         """UserError unless 0 < layers < the target's number of layers."""
-        self.target: Target = target
+        self.target, self.reads = target, Reads(target=target)
         self.shape, self.adapter = shape, adapter
         self.name, self.vocab = "early-exit", None
         if adapter is None:
@@ -102,7 +102,6 @@ class EarlyExitDraft(Draft):
         self.runner = target.runner.first_layers(layers, adapter, adapter.ids)
         if adapter.ids is not None:
             self.vocab = ReducedVocab(adapter.ids, target.runner.vocab_size)
-            self.vocab_ids = adapter.ids
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

@@ -17,6 +17,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, empty_chain
 from decode.drafts.drafting import build_token_tree
 from decode.drafts.suffix_tree import SuffixMatch, SuffixTree
 from decode.verification.rules import NO_DRAFT
+from decode.verification.tree import DynamicTree
 
 
 class GrammarDraft(Draft):
@@ -85,7 +86,7 @@ class SuffixDraft(Draft):
     """
 
     name = "suffix"
-    on_host = True
+    runs = "host"
 
     def __init__(
         self,
@@ -102,6 +103,7 @@ class SuffixDraft(Draft):
         self.shortest = shortest
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn, self.max_corpus_tokens, self.nodes = learn, max_corpus_tokens, nodes
+        self.shape = DynamicTree(1, nodes) if nodes else None
         self._corpus = SuffixTree(depth)
         self._corpus_keys: deque[int] = deque()  # keys in the corpus, oldest first
         self._counter = itertools.count()
@@ -126,9 +128,6 @@ class SuffixDraft(Draft):
     def on_commit(self, row: int, tokens: list[int]) -> None:
         """Appends committed ids, the prompt first, to the row's text. O(depth) a token."""
         self._rows[row].tree.extend(0, tokens)
-
-    def max_slots(self, k: int) -> int:
-        return max(self.nodes, k) + 1
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """A chain of up to k tokens a row, or a tree of the `nodes` most probable tokens, of any depth.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal, Reads
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
@@ -62,7 +62,8 @@ class MedusaDraft(Draft):
     """All heads read the target's hidden state before the last committed token; none sees what another drafted."""
 
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
-        self.net, self.name, self.aux_layers, self.target = net.eval(), name, net.aux_layers, target
+        self.net, self.name = net.eval(), name
+        self.reads = Reads(net.aux_layers, target)
         patch_linear_layers(net)
         self.width = target.runner.config.hidden_size
         self.allocated_rows, self.state = 0, list[Tensor]()

@@ -13,10 +13,8 @@ own, and which branch is used depends on the outcome of the verification alone.
 """
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,8 +111,8 @@ class MirrorDraft(DraftWrapper):
         model = target.runner.model
         check_exit(config.exit_layer, target.runner.config.num_hidden_layers)
         super().__init__(inner)
-        self.config, self.name, self.target = config, f"mirror {inner.name}", target
-        self.on_host = self.eager_only = True
+        self.config, self.name = config, f"mirror {inner.name}"
+        self.runs, self.reads = "pass", replace(inner.reads, target=target)
         self.layers = layer_stack(model)
         self.norm, self.head = final_norm(model), LMHead(model)
         self.last_module = model.get_output_embeddings()
@@ -122,18 +120,17 @@ class MirrorDraft(DraftWrapper):
         """Since the last one that was put here; it is not set back by a batch."""
         self.thread = ThreadPoolExecutor(1)
 
-    def max_slots(self, k: int) -> int:
-        """The window, all branches, and a chain behind them."""
-        return (max(1, (k + 1) * self.config.branches) + 2) * k + 1
-
     def begin_batch(self, request: DraftContext) -> None:
-        """UserError for trees, and for a grammar, which branches do not follow."""
+        """Hooks stay in the target until the requests end. UserError for trees, and for a grammar, which branches do
+        not follow."""
         self.refuse_trees("drafts chains only")
         if request.constraint is not None:
             raise UserError(
                 f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar"
             )
-        self.inner.begin_batch(request)
+        # The window, all branches, and a chain behind them.
+        self.spare = (max(1, (request.k + 1) * self.config.branches) + 2) * request.k + 1
+        self.inner.begin_batch(replace(request, size=request.size + self.spare))
         device = self.inner.runner.device
         self.request = request
         self.base = torch.ones(request.rows, dtype=torch.long, device=device)  # slots of the roots
@@ -142,6 +139,15 @@ class MirrorDraft(DraftWrapper):
         self.branches: BranchSet | None = None
         self.ranked: Tensor | None = None  # [B, T, branches] the exit's most probable tokens
         self.pending: Future[BranchSet] | None = None
+        self.verifying = False  # the target's next pass is that of a proposal, not of prompts
+        exit_layer = self.layers[self.config.exit_layer if self.config.branches else 0]
+        handles = [
+            exit_layer.register_forward_pre_hook(self._begin_branches, with_kwargs=True),
+            self.last_module.register_forward_hook(self._collect_branches),
+        ]
+        for handle in handles:
+            request.closing.callback(handle.remove)
+        request.closing.callback(self._abandon_branches)
 
     def prefill(
         self, row: Tensor, prompts: Tensor, length: Tensor, features: Tensor | None
@@ -154,6 +160,8 @@ class MirrorDraft(DraftWrapper):
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """The branch of the outcome in rows that have it; the other rows are drafted now."""
         runner, rows = self.inner.runner, torch.arange(len(length), device=length.device)
+        runner.reserve(history.shape[1] + self.spare)
+        runner.cache.slots.limit_to(runner.shape[1])
         outcome = length - self.base - 2  # accepted tokens; below 0 in rows that are done
         accepted = outcome.clamp_min(0)
         bonus = history.gather(1, length[:, None] - 1)[:, 0]
@@ -180,27 +188,19 @@ class MirrorDraft(DraftWrapper):
         path = accepted_path(accepted, chosen.nodes, self.window.shape[1])
         runner.compact_kv_cache(self.base, path)
         self.base, self.window, self.branches = length - 1, chosen.proposal.tokens, None
+        self.verifying, self.started = True, time.perf_counter()
         return chosen.proposal
 
-    @contextmanager
-    def during_verification(self) -> Iterator[None]:
-        """Branches are drafted from the exit layer's input on, and complete when the target's logits are passed on."""
-        self.started = time.perf_counter()
-        exit_layer = self.layers[self.config.exit_layer if self.config.branches else 0]
-        handles = [
-            exit_layer.register_forward_pre_hook(self._begin_branches, with_kwargs=True),
-            self.last_module.register_forward_hook(self._collect_branches),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if self.pending is not None:  # the target's pass or the other thread has failed
-                self.pending.exception()
-                self._end_overlap()
+    def _abandon_branches(self) -> None:
+        """Ends what is still drafted where the target's pass or the other thread has failed."""
+        if self.pending is not None:
+            self.pending.exception()
+            self._end_overlap()
 
     def _begin_branches(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Branches are drafted from the exit layer's input on, and complete when the target's logits are passed on."""
+        if not self.verifying:
+            return
         states = (args[0] if args else kwargs["hidden_states"]).clone()
         self.counts.lower_seconds += time.perf_counter() - self.started
         self.cores = torch.get_num_threads()
@@ -213,7 +213,9 @@ class MirrorDraft(DraftWrapper):
         self.reached = time.perf_counter()
 
     def _collect_branches(self, module: Any, args: tuple[Any, ...], logits: Tensor) -> None:
-        finished = time.perf_counter()
+        if not self.verifying:
+            return
+        finished, self.verifying = time.perf_counter(), False
         if self.pending is not None:
             self.branches = self.pending.result()
             self._end_overlap()

@@ -5,7 +5,7 @@ trains it is registered in train/families/registry.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -140,7 +140,7 @@ def load_draft(
         if path in str(error) or folder in str(error):
             raise
         raise UserError(f"draft {path!r}: {error}") from error
-    draft.shape, draft.tokenizer = shape, target.fingerprint
+    draft.shape, draft.reads = shape, replace(draft.reads, tokenizer=target.fingerprint)
     own = torch.device(device)
     if own.type == target_device.type and own.index in (None, target_device.index):
         return draft

@@ -23,7 +23,7 @@ from decode.checkpoints.draft_folder import (
     write_metadata,
 )
 from decode.common.errors import UserError
-from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal
+from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal, Reads
 from decode.drafts.drafting import decoder_step, draft_tokens
 from decode.drafts.early_exit import check_device
 from decode.drafts.swift_search import SkipSearch, SwiftConfig, load_search
@@ -129,7 +129,7 @@ class SwiftDraft(Draft):
     """The target without the sub-layers of `search`; it drafts chains that end where the draft is unsure."""
 
     name = "swift"
-    on_host = True  # the search reads the answers, and the end of a chain is read in each step
+    runs = "host"  # the search reads the answers, and the end of a chain is read in each step
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class SwiftDraft(Draft):
 
         UserError for a target whose sub-layers cannot be skipped, or a `search` for another number of layers.
         """
-        self.target: Target = target
+        self.target, self.reads = target, Reads(target=target)
         self.config, self.folder = config, folder
         self.skipper = SublayerSkipper(target.runner.model)
         self.search = search or SkipSearch(len(self.skipper.layers), config)

@@ -2,7 +2,6 @@
 chains where it is unsure, or to ask it only where a lookup finds nothing to copy.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -28,17 +27,13 @@ class DraftWrapper(Draft):
     """Passes every call on to `inner`. Subclasses change what differs."""
 
     def __init__(self, inner: Draft):
-        self.inner, self.on_host = inner, inner.on_host
-        self.name, self.aux_layers, self.shape = inner.name, inner.aux_layers, inner.shape
-        self.eager_only, self.context = inner.eager_only, inner.context
+        self.inner, self.name = inner, inner.name
+        self.runs, self.shape, self.reads = inner.runs, inner.shape, inner.reads
 
     def refuse_trees(self, why: str) -> None:
         """UserError if this draft or `inner` was given the shape of a tree."""
         if self.shape is not None or self.inner.shape is not None:
             raise UserError(f"draft {self.name!r} {why}: give it no tree")
-
-    def max_slots(self, k: int) -> int:
-        return self.inner.max_slots(k)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.inner.begin_batch(request)
@@ -52,9 +47,6 @@ class DraftWrapper(Draft):
     ) -> None:
         self.inner.prefill(row, prompts, length, features)
 
-    def reserve(self, size: int) -> None:
-        self.inner.reserve(size)
-
     def on_commit(self, row: int, tokens: list[int]) -> None:
         self.inner.on_commit(row, tokens)
 
@@ -64,17 +56,11 @@ class DraftWrapper(Draft):
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         return self.inner.propose(history, length, k)
 
-    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
-        self.inner.skip(history, length, k)
+    def skip(self, history: Tensor, length: Tensor, k: int, proposed: bool = False) -> None:
+        self.inner.skip(history, length, k, proposed)
 
     def plan_compiled_round(self, history: Tensor, length: Tensor, k: int) -> None:
         self.inner.plan_compiled_round(history, length, k)
-
-    def during_verification(self) -> AbstractContextManager[None]:
-        return self.inner.during_verification()
-
-    def on_replaced(self, k: int) -> None:
-        self.inner.on_replaced(k)
 
 
 class RecordingDraft(DraftWrapper):
@@ -100,7 +86,7 @@ class CrossDeviceDraft(DraftWrapper):
 
     def __init__(self, inner: Draft, device: torch.device, target_device: torch.device):
         super().__init__(inner)
-        self.on_host = True
+        self.runs = "host"
         self.device, self.target_device = device, target_device
 
     def begin_batch(self, request: DraftContext) -> None:
@@ -131,8 +117,8 @@ class CrossDeviceDraft(DraftWrapper):
             None if proposal.finite is None else proposal.finite.to(self.target_device),
         )
 
-    def skip(self, history: Tensor, length: Tensor, k: int) -> None:
-        self.inner.skip(history.to(self.device), length.to(self.device), k)
+    def skip(self, history: Tensor, length: Tensor, k: int, proposed: bool = False) -> None:
+        self.inner.skip(history.to(self.device), length.to(self.device), k, proposed)
 
     def _to_target_device(self, tree: TokenTree) -> TokenTree:
         nodes = tree.nodes
@@ -154,7 +140,7 @@ class ConfidentDraft(DraftWrapper):
 
     def __init__(self, inner: Draft, confidence: float):
         super().__init__(inner)
-        self.on_host = True
+        self.runs = "host"
         self.confidence = confidence
 
     def begin_batch(self, request: DraftContext) -> None:
@@ -196,8 +182,9 @@ class TwoSourceDraft(DraftWrapper):
 
     def __init__(self, lookup: Draft, inner: Draft, vocab_size: int):
         super().__init__(inner)
-        self.on_host = True
-        self.context = None  # a lookup has none, and that of `inner` holds for its own rows alone
+        self.runs = "host"
+        # A lookup has no limit, and that of `inner` holds for its own rows alone.
+        self.reads = replace(inner.reads, context=None)
         self.lookup, self.vocab_size = lookup, vocab_size
         self.name = f"{inner.name}+{lookup.name}"
 
@@ -222,8 +209,8 @@ class TwoSourceDraft(DraftWrapper):
         copied = self.lookup.propose(history, length, k).tokens
         found = copied[:, 0] != NO_DRAFT
         settled = found
-        if self.inner.context is not None:  # rows beyond it are not drafted for either
-            settled = found | (length >= self.inner.context)
+        if self.inner.reads.context is not None:  # rows beyond it are not drafted for either
+            settled = found | (length >= self.inner.reads.context)
         rows, greedy = settled.tolist(), self.request.sampling.greedy
         if all(rows):
             self.inner.skip(history, length, k)
@@ -236,7 +223,7 @@ class TwoSourceDraft(DraftWrapper):
             limit[:] = [0 if is_settled else n for is_settled, n in zip(rows, limit, strict=True)]
         drafted = pad_chain(self._ask(history, length, k), k)
         if any(rows):
-            self.inner.on_replaced(k)
+            self.inner.skip(history, length, k, proposed=True)
         tokens = torch.where(found[:, None], copied, drafted.tokens)
         if drafted.q is None:
             return Proposal(tokens, None, finite=drafted.finite)
@@ -247,7 +234,7 @@ class TwoSourceDraft(DraftWrapper):
     def _ask(self, history: Tensor, length: Tensor, k: int) -> Proposal:
         """What `inner` proposes."""
         compiled, inner = self.request.compiled, self.inner
-        if compiled is None or inner.on_host or self.request.stop is not None:
+        if compiled is None or inner.runs != "device" or self.request.stop is not None:
             return propose_within_context(inner, history, length, k)
         inner.plan_compiled_round(history, length, k)
         return compiled(propose_within_context)(inner, history, length, k)

@@ -49,7 +49,7 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
 
 def warn_of_short_draft(draft: Draft, longest: int) -> None:
     """A warning if the draft cannot read all of a prompt and its answer, which have up to `longest` tokens."""
-    limits = [part.context for part in draft.buffers().drafts if part.context is not None]
+    limits = [x.reads.context for x in draft.buffers().drafts if x.reads.context is not None]
     if limits and min(limits) < longest:
         warnings.warn(
             f"draft {draft.name!r} has a context of {min(limits)} tokens, and prompts with answers may be longer: "
@@ -62,8 +62,9 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
     """UserError for a draft that was made for another target, and for a draft of trees, or one that acts in the
     target's pass, and a target that takes neither."""
     for part in draft.buffers().drafts:
-        own = part.target is None or part.target.runner.model is target.runner.model
-        fits = part.tokenizer in ("", target.fingerprint)
+        made_for = part.reads.target
+        own = made_for is None or made_for.runner.model is target.runner.model
+        fits = part.reads.tokenizer in ("", target.fingerprint)
         if isinstance(part, LanguageModelDraft):
             fits = fits and part.runner.vocab_size == target.runner.vocab_size
         if not (own and fits):
@@ -75,7 +76,7 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
     reason = None
     if draft.shape is not None:
         reason = "drafts trees, which need a state for each node: give it no tree"
-    elif draft.eager_only:
+    elif draft.runs == "pass":
         reason = "acts in the middle of the target's pass, of which one round may have several: choose another"
     if reason is not None:
         raise UserError(

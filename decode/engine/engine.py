@@ -65,6 +65,7 @@ from decode.verification.sampling import (
     has_finite_logits,
     warp,
 )
+from decode.verification.tree import max_slots
 
 BUCKET = 128
 """KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
@@ -108,7 +109,6 @@ class SpeculativeEngine:
         self.grammar = grammar
         self.k, self.sampling, self.rule = k, sampling, rule
         self.device = target.runner.device
-        self.on_host = draft is not None and draft.on_host
         # A graph holds the addresses of its buffers, and most compiled code is of a number of slots.
         self.grows = mode == "eager" or (
             mode == "compiled"
@@ -116,9 +116,10 @@ class SpeculativeEngine:
             and target.runner.can_grow
             and (draft is None or draft.buffers().can_grow)
         )
-        self.max_slots = 1 if draft is None else draft.max_slots(k)
+        self.max_slots = 1 if draft is None else max_slots(draft.shape, k)
         # a round is read while the next one runs
-        self.rounds_ahead = int(self.device.type == "cuda" and not self.on_host)
+        on_device = draft is None or draft.runs == "device"
+        self.rounds_ahead = int(self.device.type == "cuda" and on_device)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.longest = k  # the largest `k` so far, for which the buffers of chains have room
         self.planned: dict[tuple[int, int], int] = {}  # by rows that were asked for, and slots
@@ -128,6 +129,7 @@ class SpeculativeEngine:
         self.captured_buffers: list[SlotMapping | Tensor] = []
         self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
+        self.closing = contextlib.ExitStack()  # what ends with the requests
         if self.device.type == "cpu":
             keep_freed_memory()
         find_rule(rule)
@@ -171,18 +173,18 @@ class SpeculativeEngine:
             prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
         )
         request = Request()
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(request.release)
             request.claim(self.target.runner, f"target {self.target.name!r}")
             for part in [] if self.draft is None else self.draft.buffers().drafts:
                 request.claim(part, f"draft {part.name!r}")
+            self.closing = closing
             while True:
                 with request.round(), own_dtypes():
                     record = next(records, None)
                 if record is None:
                     return
                 yield record
-        finally:
-            request.release()
 
     def _decode(
         self,
@@ -207,7 +209,7 @@ class SpeculativeEngine:
             check_draft_length(target, self.k)
             # of a tree K is the depth, for which alone its tensors are made
             self.longest = max(self.longest, self.k) if draft.shape is None else self.k
-            self.max_slots = draft.max_slots(self.longest + extra)
+            self.max_slots = max_slots(draft.shape, self.longest + extra)
         context = target.runner.context
         check_prompts(prompts, context, max_new_tokens)
         check_images(target, prompts, images)
@@ -368,12 +370,13 @@ class SpeculativeEngine:
         self.state.clear()
         self.target.runner.allocate(rows, slots)
         self.target.runner.capture_hidden_states(
-            None if self.draft is None else self.draft.aux_layers
+            None if self.draft is None else self.draft.reads.aux_layers
         )
         context = DraftContext(
             rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
             compiled=partial(compile_function, device_type=self.device.type) if self.mode in COMPILED else None,
+            closing=self.closing,
         )  # fmt: skip
         constrained = None if self.constraint is None else context
         config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)
@@ -421,7 +424,7 @@ class SpeculativeEngine:
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
         if self.draft is not None:
-            features = None if self.draft.aux_layers is None else self.target.runner.features
+            features = self.target.runner.features if self.draft.reads.aux_layers else None
             self.draft.prefill(row, tokens, length, features)
         limit = torch.tensor([request.limit for request in new.values()], device=device)
         state.reset_rows(row, tokens, length, first, limit, self.target.eos_ids)
@@ -463,11 +466,11 @@ class SpeculativeEngine:
 
     def _may_skip(self, state: BatchState) -> bool:
         """Whether rows of these buffers can go beyond the draft's context, and no graph is of such a round yet."""
-        draft = self.draft
-        if draft is None or draft.context is None or (self.k, 0) in self.graphs:
+        limit = None if self.draft is None else self.draft.reads.context
+        if limit is None or (self.k, 0) in self.graphs:
             return False
         room = min(state.history.shape[1] - self.spare_slots(), self.target.runner.context)
-        return room > draft.context
+        return room > limit
 
     def _mark_dynamic_slots(self, history: Tensor) -> None:
         """Makes compiled code of any number of slots, and of tokens of the `history` [B, S], where it can be: also for
@@ -493,10 +496,8 @@ class SpeculativeEngine:
             self.batch_shape = None  # if `reserve` fails, the next request begins with new buffers
             state.reserve(size)
             self.batch_shape = (len(state.length), size)
-        if size > self.target.runner.shape[1]:
-            self.target.runner.reserve(size)
-            if self.draft is not None:
-                self.draft.reserve(size)
+        for cache in self._kv_caches():
+            cache.reserve(size)
         if self.mode == "eager":
             for cache in self._kv_caches():
                 cache.slots.limit_to(size)
@@ -615,10 +616,10 @@ def mode_refusal(mode: str, target: Target, draft: Draft | None) -> str | None:
             f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
             f"{target.name!r}"
         )
-    reads = draft is not None and draft.on_host
-    if mode in CAPTURED and (target.runner.device.type != "cuda" or reads):
+    on_host = draft is not None and draft.runs != "device"
+    if mode in CAPTURED and (target.runner.device.type != "cuda" or on_host):
         return f"mode {mode} needs a CUDA device and a draft that proposes on it"
-    if mode != "eager" and draft is not None and draft.eager_only:
+    if mode != "eager" and draft is not None and draft.runs == "pass":
         return f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
     return None
 

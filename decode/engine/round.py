@@ -1,7 +1,6 @@
 """One round on the device: propose, verify in one pass of the target, accept, commit. No tensor is read on the host."""
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,7 +96,7 @@ def propose_with_forced_tokens(
     if not asked:
         draft.skip(history, length, width)
     elif added > 0:
-        draft.on_replaced(width)
+        draft.skip(history, length, width, proposed=True)
     if request.sampling.greedy:
         return Proposal(tokens, None, finite=chain.finite)
     certain = point_masses(tokens, len(constraint.anything.mask))
@@ -212,7 +211,7 @@ def run_round(
     draft_part, target_part = propose, verify_and_commit
     if compiled:
         target_part = compile_function(verify_and_commit, device.type)
-        if draft is not None and not draft.on_host:
+        if draft is not None and draft.runs == "device":
             draft_part = compile_function(propose, device.type)
     start = synchronized_time(device, phases)
     context, constrained = target.runner.context, config.constrained
@@ -233,9 +232,10 @@ def run_round(
     if compiled and proposal.tokens.shape[1] > 0:
         proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
-    reader = draft.buffers().reader if draft is not None and draft.aux_layers is not None else None
-    with nullcontext() if draft is None else draft.during_verification():
-        results = target_part(target, state, proposal, config, reader)
+    reader = None
+    if draft is not None and draft.reads.aux_layers is not None:
+        reader = draft.buffers().reader
+    results = target_part(target, state, proposal, config, reader)
     if phases is not None:
         phases.draft += drafted - start
         phases.verify += synchronized_time(device, phases) - drafted
@@ -258,8 +258,9 @@ def cut_at_context(proposal: Proposal, state: BatchState, context: int) -> Propo
 def can_skip(draft: Draft, shortest: int, config: StepConfig) -> bool:
     """Whether a round need not ask the draft: the shortest of the rows that are being decoded has `shortest` tokens and
     is beyond the draft's context, as all are, and no grammar may force tokens."""
-    beyond = draft.context is not None and shortest >= draft.context
-    return beyond and config.constrained is None and not draft.eager_only
+    limit = draft.reads.context
+    beyond = limit is not None and shortest >= limit
+    return beyond and config.constrained is None and draft.runs != "pass"
 
 
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
@@ -285,7 +286,7 @@ def verify_and_commit(
 ) -> Tensor:
     """Verifies in one pass of the target, accepts and commits. Returns the results, as `run_round`.
 
-    `reader` is the draft if it has `aux_layers`: it gets the target's hidden states of the accepted path.
+    `reader` is the draft if it reads hidden states: it gets the target's hidden states of the accepted path.
     """
     root = state.history.gather(1, state.length[:, None] - 1)
     fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)

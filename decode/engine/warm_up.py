@@ -53,7 +53,12 @@ def run_first_rounds(
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
-    if compiled_on_cpu and draft is not None and draft.shape is None and draft.aux_layers is None:
+    if (
+        compiled_on_cpu
+        and draft is not None
+        and draft.shape is None
+        and draft.reads.aux_layers is None
+    ):
         for drafts in (True, False):
             other = copy.copy(engine)
             other.draft = ForcedDraft(draft, drafts)
@@ -73,7 +78,7 @@ class ForcedDraft(DraftWrapper):
 
     def __init__(self, inner: Draft, drafts: bool):
         super().__init__(inner)
-        self.on_host = True
+        self.runs = "host"
         self.drafts = drafts
         self.proposals: list[Proposal] = []
 

@@ -281,6 +281,11 @@ class StaticKVCache(Cache):
         self.kv_layers = [StaticKVLayer(self.slots) for _ in range(layers)]
         super().__init__(layers=list(self.kv_layers))
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and slots a row."""
+        return self.slots.rows, self.slots.size
+
     def row_bytes(self, slots: int) -> int:
         """Bytes of a row of `slots` slots, in the layers that have written some."""
         buffers = [x for y in self.kv_layers if y.is_initialized for x in (y.keys, y.values)]
@@ -329,12 +334,18 @@ class StaticKVCache(Cache):
         return copied
 
     def reserve(self, size: int) -> None:
-        """Enlarges the buffers to `size` slots per row and keeps their contents."""
+        """Enlarges the buffers to `size` slots per row, where they have fewer, and keeps their contents."""
         slots = self.slots
-        self.slots = SlotMapping(slots.rows, size, slots.slot.device, slots.own_kernel)
-        self.slots.windows = slots.windows
+        if size <= slots.size:
+            return
+        longer = SlotMapping(slots.rows, size, slots.slot.device, slots.own_kernel)
+        longer.windows = slots.windows
+        self.slots = SlotMapping(
+            0, 0, slots.slot.device
+        )  # if this fails, not all layers are enlarged
         for layer in self.kv_layers:
-            layer.reserve(self.slots)
+            layer.reserve(longer)
+        self.slots = longer
 
 
 class LayerCache(StaticKVCache):

@@ -187,10 +187,12 @@ class RecurrentRunner(ModelRunner):
         super().allocate(rows, size)
         first = torch.zeros(rows, dtype=torch.long, device=self.device)
         if is_new:  # one token, so that the layers allocate their states
-            self.shape = 0, 0  # if this fails, some layers have no states
             self.cache.slots.set_positions(first, 1)
-            self._forward(first[:, None])
-            self.shape = rows, size
+            try:
+                self._forward(first[:, None])
+            except BaseException:
+                self.cache = self.make_cache(0, 0)  # some layers have no states
+                raise
         clear_rows(self.cache.states(), self.cache.slots.all_rows)
         self.before: States = {}  # the states before the last step, if that had more than one token
         self.read = first[:, None]  # [B, T] the tokens of the last step
@@ -326,7 +328,7 @@ class RecurrentRunner(ModelRunner):
         wanted = self.widen_logits(plain)[0, after]
         if not logits_agree(torch.cat(found, 1), wanted, self.model.dtype):
             raise refusal(self.config, "computes other logits in steps than in one pass")
-        self.shape = 0, 0
+        self.cache = self.make_cache(0, 0)
 
     def _continues_states(self) -> bool:
         """Whether two tokens read at once and one by one, from states that are not zero, end in the same states."""

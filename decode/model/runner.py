@@ -71,8 +71,7 @@ class ModelRunner:
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
-        self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
-        self.cache = self.make_cache(1, 1)
+        self.cache = self.make_cache(0, 0)
         self.aux_layers: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: Tensor
@@ -83,6 +82,11 @@ class ModelRunner:
         model.register_forward_pre_hook(check_plain_pass, with_kwargs=True)
         self.can_grow = self.can_compile and mark_regions(self.model)
         """One compiled step runs for any number of slots."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the K/V buffers and slots a row; (0, 0) until `allocate`."""
+        return self.cache.shape
 
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
@@ -112,12 +116,11 @@ class ModelRunner:
             raise UserError("this target was loaded without its layers, and cannot decode")
         if (rows, size) != self.shape:
             self.cache = self.make_cache(rows, size)
-            self.shape = rows, size
 
     def cache_of_a_token(self) -> StaticKVCache:
         """A cache apart, of one row, in which one token was read: what it holds is the model's to say."""
         trial = copy.copy(self)
-        trial.shape = 0, 0
+        trial.cache = trial.make_cache(0, 0)
         trial.allocate(1, 1)
         one = torch.ones(1, dtype=torch.long, device=self.device)
         trial.prefill(one[:, None] - 1, one)
@@ -134,12 +137,8 @@ class ModelRunner:
             self.aux_layers = aux_layers
 
     def reserve(self, size: int) -> None:
-        """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
-        rows, held = self.shape
-        if held < size:
-            self.shape = 0, 0  # if this fails, not all layers are enlarged
-            self.cache.reserve(size)
-            self.shape = rows, size
+        """Enlarges the K/V buffers to `size` tokens per row, where they have fewer, and keeps their contents."""
+        self.cache.reserve(size)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: Tensor, row: Tensor | None = None) -> Tensor:

@@ -147,13 +147,13 @@ class RaggedPositionBias:
                 f"this {decoder.config.model_type} model cannot be decoded: its decoder has no relative position bias, "
                 "so that rows of unequal length cannot be told apart; T5 and its kin (Flan-T5, mT5) can be"
             )
-        self.tables: list[Tensor] = []
+        self.tables, self.size = list[Tensor](), 0
 
     @torch.inference_mode()
     def compute_tables(self, size: int) -> None:
         """Computes the bias [size, H] by distance from the present weights, for buffers of `size` slots."""
         last_rows = [m.compute_bias(1, size, past_seen_tokens=size - 1) for m in self.modules]
-        self.tables = [row[0, :, 0].flip(1).T.contiguous() for row in last_rows]
+        self.tables, self.size = [row[0, :, 0].flip(1).T.contiguous() for row in last_rows], size
 
     @contextmanager
     def for_slots(self, slots: SlotMapping) -> Iterator[None]:
@@ -196,10 +196,6 @@ class Seq2SeqRunner(ModelRunner):
         super().allocate(rows, size)
         self.bias.compute_tables(size)
         self.encoded = EncodedPrompts(self.config.num_hidden_layers, rows, self.device)
-
-    def reserve(self, size: int) -> None:
-        super().reserve(size)
-        self.bias.compute_tables(self.shape[1])
 
     def capture_hidden_states(self, aux_layers: HiddenStateSpec | None) -> None:
         """UserError for any `aux_layers`: no family of heads is made for an encoder-decoder."""
@@ -271,7 +267,7 @@ class Seq2SeqRunner(ModelRunner):
             raise refusal(
                 self.config, "computes other logits for rows of unequal length than for one row"
             )
-        self.shape = 0, 0
+        self.cache = self.make_cache(0, 0)
 
     def _decoder_slots(self, base: Tensor) -> Tensor:
         """[B] of slots `base` [B] of rows of prompt and answer. Below 0: before the start token, which is repeated."""
@@ -279,6 +275,8 @@ class Seq2SeqRunner(ModelRunner):
 
     def _forward(self, tokens: Tensor, last: int = 0) -> Tensor:
         slots = self.cache.slots
+        if self.bias.size < slots.size:  # the buffers were enlarged
+            self.bias.compute_tables(slots.size)
         tokens = tokens.clamp_max(self.embedding_rows - 1)
         tokens = torch.where(slots.position <= 0, self.start, tokens)
         cache = EncoderDecoderCache(self.cache, self.encoded.cache)

@@ -51,6 +51,15 @@ def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
     return DraftCheckpoint(checkpoint.family, config, tensors)
 
 
+def check_one_llama_layer(draft: str, config: layouts.HeadConfig) -> None:
+    """UserError for EAGLE heads of several layers or with Qwen3's, which engines would load as one of Llama's."""
+    if config.value("num_hidden_layers", 1) != 1 or config.get("qk_norm"):
+        raise UserError(
+            f"draft {draft!r} has other than one layer of Llama, which no layout here describes to engines: serve it "
+            "as its trainer wrote it"
+        )
+
+
 def to_flat(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """Our layout. UserError for EAGLE-3 heads that no flat config describes to all engines."""
     checkpoint = with_lm_head(checkpoint, target)
@@ -193,6 +202,8 @@ def export_draft(
             f"a draft of family {family} has no layout {layout!r}: hf and w8a8 are for language models, gguf for "
             "both, the others are for heads"
         )
+    if family in ("eagle3", "peagle"):
+        check_one_llama_layer(draft, importers.read_checkpoint(path).config)
     with replace_folder(out) as folder:
         if layout == "gguf":
             folder.mkdir(parents=True, exist_ok=True)

@@ -232,8 +232,10 @@ RULES = (
     Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", checks.missing_tensors),
     Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, checks.unknown_tensors),
     Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, checks.when(
-        lambda d: d.is_speculators_format and not d.get("sliding_window_non_causal", False),
-        "sliding_window_non_causal is not true: every layer becomes causal, and blocks were trained both ways",
+        lambda d: d.is_speculators_format and not d.get("sliding_window_non_causal", False)
+        and set(d.get("layer_types") or ["full_attention"]) != {"sliding_attention"},
+        "sliding_window_non_causal is not true: every layer becomes causal, and those with full attention were trained "
+        "both ways",
     )),
     Rule("causality", DFLASH, SILENT, DFLASH_PY, checks.causal_blocks),
     Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", checks.wrong_anchor),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def earlier_state(d: DraftFiles) -> Iterator[Reading]:
     last: int = d.target.config["num_hidden_layers"] - 1
 
     def adjust(draft: Any) -> None:
-        draft.aux_layers = HiddenStateSpec((last,))
+        draft.reads = replace(draft.reads, aux_layers=HiddenStateSpec((last,)))
 
     says = f"the state that enters layer {last} instead of the final one"
     yield Reading("taps", says, combine(), adjust)

@@ -142,6 +142,17 @@ class TrainableHead(TrainableDraft):
         layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
 
 
+def check_trained_layers(init: str, fields: Config, found: Sequence[str]) -> None:
+    """UserError for a draft to go on with that has the layers `found`, which are decoded but not trained, or others."""
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        found = [*found, "sliding layers"]
+    if found:
+        raise UserError(
+            f"draft.init {init!r} has {' and '.join(found)}, which are decoded here but not trained: begin without "
+            "draft.init, or go on with what made it"
+        )
+
+
 def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
     return [p for p in part.parameters() if p.ndim == 2 and p.requires_grad]
 

@@ -31,6 +31,7 @@ from train.families.base import (
     FamilyContext,
     TrainableDraft,
     TrainableHead,
+    check_trained_layers,
     check_widths,
     load_saved_config,
     random_init,
@@ -193,6 +194,7 @@ def init_dflash(
     if s.init:
         config = load_saved_config(s.init, s.family)
         s.continued(config, target.runner.config.num_hidden_layers)
+        check_trained_layers(s.init, config, [])
         return blocks.load_dflash(s.init, target, device, "float32").net, config
     layers = tuple(s.taps) or default_taps(target.runner.config.num_hidden_layers)
     ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))

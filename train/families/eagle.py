@@ -20,6 +20,7 @@ from train.families.base import (
     FamilyContext,
     TrainableDraft,
     TrainableHead,
+    check_trained_layers,
     check_widths,
     load_saved_config,
     random_init,
@@ -155,6 +156,11 @@ def init_eagle3(
     if s.init:
         config = load_saved_config(s.init, s.family)
         s.continued(config, depth)
+        layers = config.get("num_hidden_layers", 1)
+        found = [f"{layers} layers"] * (layers > 1) + ["Qwen3's layers"] * bool(
+            config.get("qk_norm")
+        )
+        check_trained_layers(s.init, config, found)
         return eagle.load_net(s.init, target, device, "float32")[0], config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))

@@ -87,7 +87,7 @@ def test_a_surplus_layer_is_left_out_and_named(tmp_path: Path) -> None:
     assert "names layer 8 too, which fc does not read" in line
     assert "[1, 4, 6] are read" in line
     draft = quietly(path, own)
-    assert draft.aux_layers == net.aux_layers
+    assert draft.reads.aux_layers == net.aux_layers
     alike(draft_of(net, own), draft, own)
 
 

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,16 @@ def specforge(folder: Path, own: Target) -> tuple[str, Net]:
     return write(folder, config, tensors, "model.safetensors"), net
 
 
-def library(folder: Path, own: Target) -> tuple[str, Net]:
-    """speculators, as it trains by default: nested, normed residual (unsaid), norms before fc and of the output."""
+def library(folder: Path, own: Target, kind: str = "llama", **layers: Any) -> tuple[str, Net]:
+    """speculators, as it trains by default: nested, normed residual (unsaid), norms before fc and of the output.
+    `layers` are further settings of its layers, which are of this `kind`."""
     flags = {"norm_before_fc": True, "norm_output": True}
     net = net_of(
-        "narrow", own, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[1, 4, 6], **flags
+        "narrow", own, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[1, 4, 6],
+        qk_norm=kind == "qwen3", **flags, **layers,
     )  # fmt: skip
     flat = fields("narrow", own)
-    layer = llama(flat) | {"head_dim": flat["head_dim"]}
+    layer = llama(flat) | {"head_dim": flat["head_dim"]} | layers | {"model_type": kind}
     config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **flags}
     config |= {"draft_vocab_size": V, "target_hidden_size": own.runner.config.hidden_size}
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "transformer_layer_config": layer}
@@ -178,6 +181,11 @@ TRAINERS: dict[str, Callable[[Path, Target], tuple[str, Net]]] = {
     "medusa 2": whole_medusa,
     "medusa for vLLM": served_medusa,
 }
+OTHER_LAYERS: dict[str, Callable[[Path, Target], tuple[str, Net]]] = {
+    "eagle3 that slides": partial(library, layer_types=["sliding_attention"], sliding_window=6),
+    "eagle3 of two Qwen3 layers": partial(library, kind="qwen3", num_hidden_layers=2),
+}
+"""What speculators trains besides, and engines do not all serve."""
 
 
 def quietly(path: str, own: Target) -> Any:
@@ -194,13 +202,13 @@ def alike(a: Any, b: Any, own: Target) -> None:
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", [*TRAINERS, *OTHER_LAYERS])
 def test_a_published_draft_decodes_here(trainer: str, tmp_path: Path) -> None:
     """Catches any name, flag, size, layer id or map of another trainer that is read as something else: the logits are
     those of the net that was written, bit for bit, over steps of the draft's own states. Who loads it is told that no
     tokenizer was compared."""
     own = small_target()
-    path, net = TRAINERS[trainer](tmp_path, own)
+    path, net = (TRAINERS | OTHER_LAYERS)[trainer](tmp_path, own)
     with pytest.warns(UserWarning, match="names no tokenizer to compare with that of 'tiny'"):
         draft: Any = load_draft(path, own)
     assert draft.name == trainer.split()[0]
@@ -264,11 +272,7 @@ class Variant(Plain):
         embeds = self.embedding[torch.tensor(tokens)]
         normed = self.rms(state, "layers.0.hidden_norm")
         read = torch.cat([self.rms(embeds, "layers.0.input_layernorm"), normed], -1)
-        x = normed + self.attention(read)
-        y = self.rms(x, "layers.0.post_attention_layernorm")
-        gate, up, down = (self.w[f"layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        hidden = y @ gate.T
-        return x + (hidden * torch.sigmoid(hidden) * (y @ up.T)) @ down.T
+        return self.mlp(normed + self.attention(read, 0), 0)
 
 
 @pytest.mark.parametrize("flag", [*eagle_layouts.NORM_FLAGS, "all"])
@@ -329,10 +333,14 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         "eagle1 of its authors", lambda f: torch.save({"x": Bomb(f / "ran")}, f / BIN), "holds more than tensors",
     ),
     "an index that points elsewhere": ("eagle1 of its authors", points_elsewhere, "which is no shard"),
-    "layers": ("eagle3 of SpecForge", set_config(num_hidden_layers=2), "of 2 layers"),
+    "layers": ("eagle3 of SpecForge", set_config(num_hidden_layers=2), "layers.1."),
+    "layers of EAGLE-1": ("eagle1 of its authors", set_config(num_hidden_layers=2), "of 2 layers"),
     "biases": ("eagle3 of SpecForge", set_config(attention_bias=True), "biases"),
     "layer of another kind": (
-        "eagle3 of speculators", set_config("transformer_layer_config", model_type="qwen3"), "type 'qwen3'"
+        "eagle3 of speculators", set_config("transformer_layer_config", model_type="gemma3"), "type 'gemma3'"
+    ),
+    "no norms of Qwen3's": (
+        "eagle3 of speculators", set_config("transformer_layer_config", model_type="qwen3"), "lacks its layers.0"
     ),
     "another algorithm": (
         "eagle3 of speculators", set_config(speculators_model_type="dflash"), "its tensors are those of eagle3"

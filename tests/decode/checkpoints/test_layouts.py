@@ -306,7 +306,7 @@ def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> Non
     facts = {"family": "eagle3", "tokenizer_hash": own.fingerprint}
     (tmp_path / METADATA_FILE).write_text(json.dumps(facts))
     draft: Any = load_draft(str(tmp_path), own)
-    assert draft.aux_layers == HiddenStateSpec((2, 4, 5))
+    assert draft.reads.aux_layers == HiddenStateSpec((2, 4, 5))
     decode(own, draft, PROMPTS[:1], k=2, max_new_tokens=1)
     states, _ = hf_states(own.runner.model, PROMPTS[0])
     want = torch.cat([states[i][-1] for i in (2, 4, 5)])

@@ -169,8 +169,7 @@ def test_a_draft_that_is_the_target_is_accepted(
     found = rejected_at_once(draft)
     assert len(found) > 5
     assert not any(found)
-    monkeypatch.setattr(type(draft), "on_replaced", lambda self, k: None)
-    monkeypatch.setattr(type(draft), "skip", lambda *args: None)
+    monkeypatch.setattr(type(draft), "skip", lambda *args, **kwargs: None)
     assert any(rejected_at_once(make(target())))
 
 

@@ -178,7 +178,7 @@ class Patterned(DraftWrapper):
 
     def __init__(self, inner: Draft, pattern: Sequence[int] = PATTERN):
         super().__init__(inner)
-        self.on_host = True
+        self.runs = "host"
         self.pattern, self.at = pattern, 0
 
     def begin_batch(self, request: DraftContext) -> None:
@@ -245,7 +245,9 @@ def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
     assert largest_difference(name, rows) < 1e-8
 
 
-def skipped_too_long(self: CachedHead, history: Tensor, length: Tensor, k: int) -> None:
+def skipped_too_long(
+    self: CachedHead, history: Tensor, length: Tensor, k: int, proposed: bool = False
+) -> None:
     """Reads one round too late."""
     if self.unread + k > self.state_buffer.states.shape[1]:
         self._read_committed(history, length)

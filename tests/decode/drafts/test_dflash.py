@@ -32,7 +32,7 @@ Taps = tuple[int, ...]
 
 
 def fields(
-    name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS
+    name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS, **changes: Any
 ) -> dict[str, Any]:
     vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
@@ -41,11 +41,13 @@ def fields(
         target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
         K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip
-    return config | {"eagle_aux_hidden_state_layer_ids": list(taps)}
+    return config | {"eagle_aux_hidden_state_layer_ids": list(taps)} | changes
 
 
-def net_of(name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS) -> DFlashModel:
-    config = llama_config(fields(name, target, ids, taps))
+def net_of(
+    name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS, **changes: Any
+) -> DFlashModel:
+    config = llama_config(fields(name, target, ids, taps, **changes))
     model = target.runner.model
     net = DFlashModel(config, HiddenStateSpec(taps), ids, LMHead(model))
     randomise(net, 3)  # type: ignore[arg-type]
@@ -56,6 +58,22 @@ def draft_of(name: str, target: Target, shape: TreeShape = None, **more: Any) ->
     draft = DFlashDraft(net_of(name, target, **more), target, name)
     draft.shape = shape
     return draft
+
+
+def in_window(net: DFlashModel, layer: int, count: int, size: int) -> Tensor:
+    """[size, count + size] bool: what a block's slots see of `count` states and of the block, written out."""
+    see = torch.ones(size, count + size, dtype=torch.bool)
+    fields = net.config.to_dict()
+    if fields.get("layer_types") is None or fields["layer_types"][layer] == "full_attention":
+        return see
+    for slot in range(size):
+        for other in range(count + size):
+            anchored = count - other <= fields["sliding_window"]
+            own = count + slot - other < fields["sliding_window"]
+            before = other <= count + slot or fields.get("sliding_window_non_causal", False)
+            near = anchored if fields.get("window_from_anchor") else own
+            see[slot, other] = near if other < count else before
+    return see
 
 
 def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding: Tensor) -> Tensor:
@@ -88,6 +106,7 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = torch.einsum("shd,thd->hst", q, k) * size**-0.5
+        scores = scores.masked_fill(~in_window(net, i, count, len(tokens)), float("-inf"))
         out = torch.einsum("hst,thd->shd", scores.softmax(-1), v).flatten(1)
         x = x + out @ own[f"{at}.o_proj.weight"].T
         normed = rms(x, f"layers.{i}.post_attention_layernorm")
@@ -135,6 +154,53 @@ def test_a_saved_draft_is_the_same(name: str, ids: Tensor | None, tmp_path: Path
     )  # fmt: skip
 
 
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+SLIDING |= {"sliding_window": 4}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "speculators": SLIDING | {"window_from_anchor": True},
+    "speculators, both ways": SLIDING
+    | {"window_from_anchor": True, "sliding_window_non_causal": True},
+    "others": SLIDING,
+    "all slide": SLIDING | {"layer_types": ["sliding_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"), [*(("dflash", w) for w in WINDOWS), ("dspark", "speculators")]
+)
+def test_sliding_layers_see_what_they_were_trained_on(name: str, windows: str) -> None:
+    """Catches windows that count from the wrong slot, and blocks that see ahead where they were trained causally."""
+    own = tiny_target(tiny_model("llama"))
+    draft = DFlashDraft(net_of(name, own, None, **WINDOWS[windows]), own, name)
+    far, lengths = drift(draft, draft, own)
+    assert far < 1e-4
+    draft.net.windows = [None, None]  # planted: full attention
+    assert drift(draft, draft, own)[0] > 1e-3
+
+
+def test_sliding_layers_are_read(tmp_path: Path) -> None:
+    """Catches windows or causality of a published draft that are lost on the way."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", "dflash", own, None))
+    (path / METADATA_FILE).unlink()
+    config = json.loads((path / "config.json").read_text())
+    inner = {k: v for k, v in config.items() if k not in ("dflash_config", "block_size")} | SLIDING
+    nested = {
+        "speculators_model_type": "dflash", "transformer_layer_config": inner,
+        "draft_vocab_size": config["vocab_size"], "block_size": config["block_size"],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+        "aux_hidden_state_layer_ids": [1, 2],
+    }  # fmt: skip
+    flat = config | SLIDING | {"sliding_window_non_causal": True}
+    for layout, causal, anchored in ((nested, True, True), (flat, False, False)):
+        (path / "config.json").write_text(json.dumps(layout))
+        with pytest.warns(UserWarning, match="names no tokenizer"):
+            draft = load_draft(str(path), own)
+        assert isinstance(draft, DFlashDraft)
+        assert draft.net.windows == [4, None]
+        assert (draft.net.sliding_is_causal, draft.net.window_from_anchor) == (causal, anchored)
+
+
 def test_published_layouts_are_read(tmp_path: Path) -> None:
     """Catches layer ids by the other convention and fields in the other place: flat (z-lab), nested (speculators)."""
     own = tiny_target(tiny_model("llama"))
@@ -157,7 +223,7 @@ def test_published_layouts_are_read(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(layout))
         with pytest.warns(UserWarning, match="names no tokenizer"):
             draft = load_draft(str(path), own)
-        assert draft.aux_layers == HiddenStateSpec((1, 2))
+        assert draft.reads.aux_layers == HiddenStateSpec((1, 2))
 
 
 def test_the_anchor_is_read_as_each_layout_means_it(tmp_path: Path) -> None:

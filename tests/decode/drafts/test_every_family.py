@@ -107,9 +107,9 @@ WRITE, BEGIN = DFlashDraft._write_context, DFlashDraft.begin_batch
 
 def too_few(self: PardDraft, *inputs: Any) -> Tensor:
     """Reads one token less than a round may commit: a mask of the pass before stays."""
-    depth, self.depth = self.depth, self.depth - 2
+    reread, self.reread = self.reread, self.reread - 2
     found = READ(self, *inputs)
-    self.depth = depth
+    self.reread = reread
     return found
 
 

@@ -27,7 +27,7 @@ from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model import loading, runner
 from decode.model.hidden_states import HiddenStateBuffer
-from decode.model.kv_cache import SlotMapping, TreeNodes
+from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
 from tests.decode.drafts.test_token_trees import BUSHY, SHAPES
@@ -320,12 +320,18 @@ def long_run(family: str, shape: TreeShape) -> tuple[list[DecodeRecord], list[Se
     """WORK in two rows with small buffers and chunks: outputs, proposals, the sizes that buffers grew to."""
     own, net = world(family)
     draft, grown = draft_of(net, own, shape), []
-    reserve = draft.reserve
+    reserve = StaticKVCache.reserve
+
+    def grow(cache: StaticKVCache, size: int) -> None:
+        if cache is own.runner.cache and size > cache.shape[1]:
+            grown.append(size)
+        reserve(cache, size)
+
     with pytest.MonkeyPatch.context() as patch, watched(draft) as seen:
         patch.setattr(engine, "BUCKET", 16)
         patch.setattr(runner, "PREFILL_CHUNK", 4)
         patch.setattr(eagle, "PREFILL_CHUNK", 4)
-        patch.setattr(draft, "reserve", lambda size: (grown.append(size), reserve(size)))
+        patch.setattr(StaticKVCache, "reserve", grow)
         outputs = decode(own, draft, WORK, rows=2, k=K, max_new_tokens=SPAN)
     return outputs, seen, grown
 
@@ -380,13 +386,14 @@ def fresh_chunks(self: SlotMapping, *args: Any, is_prefill: bool = False, **kwar
     SET_POSITIONS(self, *args, is_prefill="row" in kwargs or is_prefill, **kwargs)
 
 
-def lossy_reserve(self: EagleDraft, size: int) -> None:
+def lossy_reserve(self: StaticKVCache, size: int) -> None:
+    grows = size > self.shape[1]
     RESERVE(self, size)
-    for layer in self.kv_cache.kv_layers:
-        layer.keys.zero_()
+    if grows and len(self.kv_layers) == 1:  # the draft's
+        self.kv_layers[0].keys.zero_()
 
 
-SEAT, RESERVE = HiddenStateBuffer.reset_rows, EagleDraft.reserve
+SEAT, RESERVE = HiddenStateBuffer.reset_rows, StaticKVCache.reserve
 SET_POSITIONS = SlotMapping.set_positions
 BUGS: dict[str, tuple[Any, str, object]] = {
     "states one off": (HiddenStateBuffer, "update_hidden_states", shifted_absorb),
@@ -396,7 +403,7 @@ BUGS: dict[str, tuple[Any, str, object]] = {
     "states of the row's last prompt": (HiddenStateBuffer, "reset_rows", no_seat),
     "the prompt's padding for its end": (HiddenStateBuffer, "reset_rows", padded_seat),
     "later chunks do not see earlier ones": (SlotMapping, "set_positions", fresh_chunks),
-    "K/V lost when buffers grow": (EagleDraft, "reserve", lossy_reserve),
+    "K/V lost when buffers grow": (StaticKVCache, "reserve", lossy_reserve),
     "a node's number for its depth": (TreeNodes, "index_depth", property(lambda self: self.index)),
 }
 
@@ -455,6 +462,7 @@ class Plain:
         return full
 
     def layer(self, state: Tensor, tokens: list[int]) -> Tensor:
+        """The states behind the first layer and, where there are more, the others."""
         embeds = self.embedding[torch.tensor(tokens)]
         if self.third:  # the residual carries the bare state
             inner = [
@@ -465,27 +473,36 @@ class Plain:
         else:
             x = torch.cat([embeds, state], -1) @ self.w["fc.weight"].T + self.w["fc.bias"]
             read = x
-        x = x + self.attention(read)
-        y = self.rms(x, "layers.0.post_attention_layernorm")
-        gate, up, down = (self.w[f"layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        x = self.mlp(x + self.attention(read, 0), 0)
+        for i in range(1, self.config["num_hidden_layers"]):
+            x = self.mlp(x + self.attention(self.rms(x, f"layers.{i}.input_layernorm"), i), i)
+        return x
+
+    def mlp(self, x: Tensor, i: int) -> Tensor:
+        y = self.rms(x, f"layers.{i}.post_attention_layernorm")
+        gate, up, down = (self.w[f"layers.{i}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
         hidden = y @ gate.T
         return x + (hidden * torch.sigmoid(hidden) * (y @ up.T)) @ down.T
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, i: int) -> Tensor:
         heads, size = self.config["num_attention_heads"], self.config["head_dim"]
         q, k, v = (
-            (x @ self.w[f"layers.0.self_attn.{n}_proj.weight"].T).view(len(x), -1, size)
+            (x @ self.w[f"layers.{i}.self_attn.{n}_proj.weight"].T).view(len(x), -1, size)
             for n in "qkv"
         )
+        if self.config.get("qk_norm"):
+            q, k = (self.rms(y, f"layers.{i}.self_attn.{n}_norm") for y, n in ((q, "q"), (k, "k")))
         q, k = self.turn(q), self.turn(k)
         groups = heads // k.shape[1]
         future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        if self.config.get("layer_types", [""] * (i + 1))[i] == "sliding_attention":
+            future |= torch.ones_like(future).tril(-self.config["sliding_window"])
         out = []
         for h in range(heads):
             scores = q[:, h] @ k[:, h // groups].T / size**0.5
             law = torch.softmax(scores.masked_fill(future, -math.inf), 1)
             out.append(law @ v[:, h // groups])
-        return torch.cat(out, 1) @ self.w["layers.0.self_attn.o_proj.weight"].T
+        return torch.cat(out, 1) @ self.w[f"layers.{i}.self_attn.o_proj.weight"].T
 
     def turn(self, x: Tensor) -> Tensor:
         """RoPE: entries i and i + D / 2 of a head turn by the position times frequency i."""
@@ -552,6 +569,40 @@ def test_logits_are_those_of_the_formulas(family: str, shape: str, turns: str) -
                 deepest = max(deepest, len(path))
     assert worst < TIGHT
     assert deepest == (2 if shape == "static" else 3)
+
+
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+LAYERS: dict[str, dict[str, Any]] = {
+    "Qwen3's": {"qk_norm": True},
+    "two": {"num_hidden_layers": 2},
+    "sliding": SLIDING,
+    "all": {"qk_norm": True, "num_hidden_layers": 2, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+}
+"""Layers of EAGLE-3 heads that speculators trains by default or on request."""
+
+
+@pytest.mark.parametrize(("layers", "shape"), [*product(LAYERS, ["chain"]), ("all", "dynamic")])
+def test_logits_of_other_layers_are_those_of_the_formulas(layers: str, shape: str) -> None:
+    """Catches norms of queries and keys that are left out, a second layer that reads the first one's cache, and windows
+    that drafting ignores, or that end it."""
+    model = tiny_model("llama", dtype=torch.float64, **ROPES["llama3"])
+    own, changes = tiny_target(model), LAYERS[layers]
+    net = net_of("eagle3", own, **changes)
+    formula = Plain(net, fields("eagle3", own, **changes), model)
+    draft, worst, depths = draft_of(net, own, SHAPES[shape]), 0.0, set[int]()
+    with watched(draft) as seen:
+        decode(own, draft, PROMPTS, k=4, max_new_tokens=6)
+    for number, round_ in enumerate(seen[:4]):
+        row = number % len(PROMPTS)
+        for c, call in enumerate(round_.calls):
+            for at in range(call.logits.shape[1]):
+                path = round_.path(row, c, at)
+                want = formula.logits(round_.texts[row], path)[net.ids]
+                worst = max(worst, distance(call.logits[row, at].double(), want))
+                depths.add(len(path))
+    assert worst < TIGHT
+    assert depths == {0, 1, 2, 3}
 
 
 # ---- law ----

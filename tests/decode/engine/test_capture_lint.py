@@ -106,14 +106,14 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
     """Three prompts of unequal length in their rows, prefilled, with their first token."""
     prompts = tiny_prompts(13, 4, 9)
     target.runner.allocate(len(prompts), SIZE)
-    target.runner.capture_hidden_states(None if draft is None else draft.aux_layers)
+    target.runner.capture_hidden_states(None if draft is None else draft.reads.aux_layers)
     state = BatchState.empty(len(prompts), SIZE, target.runner.device)
     length = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.tensor([prompt + [0] * (13 - len(prompt)) for prompt in prompts])
     first = target.runner.prefill(tokens, length).argmax(-1)
     if draft is not None:
         draft.begin_batch(DraftContext(len(prompts), SIZE, rules.k, rules.sampling, rules.choose))
-        features = None if draft.aux_layers is None else target.runner.features
+        features = None if draft.reads.aux_layers is None else target.runner.features
         draft.prefill(torch.arange(len(prompts)), tokens, length, features)
     state.history[:, :13] = tokens
     state.history[torch.arange(len(prompts)), length] = first

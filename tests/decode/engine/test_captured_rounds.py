@@ -162,7 +162,7 @@ def test_rounds_beyond_a_short_draft_are_captured_too(
     for mode in ("eager", "captured"):
         draft = make(name, target)
         assert draft is not None
-        draft.context = 20
+        draft.reads = replace(draft.reads, context=20)
         with pytest.warns(UserWarning, match="context of 20 tokens"):
             found.append(runs(target, draft, mode, sampling))
     want, got = found

@@ -4,6 +4,7 @@ As test_exact_distribution.py does for chains.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def near(target: Target, **shape: Any) -> CausalDraft:
 def short(target: Target, **shape: Any) -> CausalDraft:
     """A draft whose context ends within the first round behind a prompt of two tokens."""
     draft = near(target, **shape)
-    draft.context = 4
+    draft.reads = replace(draft.reads, context=4)
     return draft
 
 

@@ -129,7 +129,7 @@ def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
         args = draft, state, K, runner.context
         with torch.inference_mode():
             proposal = propose(*args)
-        first, reader = None, None if draft is None or draft.aux_layers is None else draft
+        first, reader = None, None if draft is None or draft.reads.aux_layers is None else draft
         if draft is not None:
             first = generate(compile_function(propose, "cuda"), args, VOCAB)
         second = generate(

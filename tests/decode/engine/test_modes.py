@@ -16,12 +16,12 @@ def target(device: str = "cuda", can_compile: bool = True) -> Any:
     return SimpleNamespace(runner=runner, name="T")
 
 
-def draft(name: str, on_host: bool = False, eager_only: bool = False) -> Any:
-    return SimpleNamespace(name=name, on_host=on_host, eager_only=eager_only)
+def draft(name: str, runs: str = "device") -> Any:
+    return SimpleNamespace(name=name, runs=runs)
 
 
-EAGLE, LOOKUP = draft("eagle"), draft("ngram", on_host=True)
-MIRROR = draft("mirror", True, eager_only=True)
+EAGLE, LOOKUP = draft("eagle"), draft("ngram", "host")
+MIRROR = draft("mirror", "pass")
 
 
 @pytest.mark.parametrize(

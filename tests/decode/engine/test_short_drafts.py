@@ -70,7 +70,6 @@ FAMILIES: dict[str, Callable[[Target], Draft]] = {
     "eagle1": lambda own: draft_of(net_of("eagle1", own, **SHORT), own),
     "eagle3": lambda own: draft_of(net_of("eagle3", own, **SHORT), own),
     "narrow": lambda own: draft_of(net_of("narrow", own, **SHORT), own),
-    "window": lambda own: draft_of(net_of("eagle3", own, sliding_window=CONTEXT), own),
     "peagle": peagle,
     "dflash": lambda own: dflash(own, "dflash"),
     "dspark": lambda own: dflash(own, "dspark"),

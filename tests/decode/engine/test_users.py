@@ -494,7 +494,7 @@ def test_what_reads_a_target_drafts_for_no_other(model: Any, target: Target, kin
 def test_a_causal_draft_needs_the_same_tokens(model: Any, target: Target) -> None:
     """With the same tokenizer and vocabulary it drafts for any target; of other ids it is refused."""
     draft = causal(model)
-    draft.tokenizer = target.fingerprint
+    draft.reads = replace(draft.reads, tokenizer=target.fingerprint)
     assert text(target, draft, FIRST) == text(tiny_target(model), draft, FIRST)
     stranger = replace(tiny_target(model), fingerprint="other")
     wider = tiny_target(tiny_model("llama", vocab_size=VOCAB + 8))

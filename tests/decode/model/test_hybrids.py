@@ -129,7 +129,7 @@ def test_hidden_states_are_those_of_one_pass() -> None:
     model = tiny_hybrid("qwen3_5_text", dtype=torch.float64)
     target = hybrid_target(model)
     draft = random_draft("eagle3", target)
-    taps = draft.aux_layers
+    taps = draft.reads.aux_layers
     assert taps is not None
     target.runner.capture_hidden_states(taps)
     target.runner.allocate(2, 32)
@@ -311,7 +311,7 @@ def test_what_needs_more_than_one_state_is_refused() -> None:
     with pytest.raises(UserError, match="recurrent layers, and draft 'causal' drafts trees"):
         SpeculativeEngine(target, tree)
     middle = random_causal()
-    middle.eager_only = True  # as Mirror
+    middle.runs = "pass"  # as Mirror
     with pytest.raises(UserError, match="acts in the middle of the target's pass"):
         SpeculativeEngine(target, middle)
     with pytest.raises(UserError, match="mode compiled is for causal targets with attention"):

@@ -50,7 +50,7 @@ def test_groups_give_what_one_group_gives(every_row: bool, monkeypatch: pytest.M
     assert len(prefill_groups(length.tolist())) == 3
 
     def run() -> tuple[Tensor, list[Tensor]]:
-        runner.shape = 0, 0  # new buffers
+        runner.cache = runner.make_cache(0, 0)  # new buffers
         runner.allocate(5 if every_row else 6, 160)
         logits = runner.prefill(tokens, length, row)
         states = [runner.features[i, :n] for i, n in enumerate(length.tolist())]

@@ -1,6 +1,7 @@
 """No CUDA graph is captured while a clock runs, whatever turns of methods and prompts: counted on a CPU."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def chain_and_tree(target: Target) -> list[Method]:
 
 def short(target: Target) -> list[Method]:
     draft = causal(target)
-    draft.context = 110
+    draft.reads = replace(draft.reads, context=110)
     return [Method("short", draft, 4)]
 
 

@@ -170,9 +170,10 @@ def decoder_laws(world: World, steps: int) -> Tensor:
     """[T - 1, steps, V]: from each slot t the laws that the draft gives when it has read x_0 .. x_{t+1} and drafts
     x_{t+2}, x_{t+3}, …, as the engine would ask it: all slots are rows of one batch."""
     draft: Draft = world.trainee.to_draft()
-    assert draft.aux_layers is not None
-    tapped = [world.states[i] for i in draft.aux_layers.layers]
-    tapped += [world.states[-1]] if draft.aux_layers.final else []
+    taps = draft.reads.aux_layers
+    assert taps is not None
+    tapped = [world.states[i] for i in taps.layers]
+    tapped += [world.states[-1]] if taps.final else []
     features = torch.cat(tapped, -1)
     count, places = len(world.ids) - 1, torch.arange(len(world.ids) - 1)
     text = torch.tensor([*world.ids, *[0] * (steps + 1)])
