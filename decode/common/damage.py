@@ -25,8 +25,13 @@ def sha256(path: Path) -> str:
 
 def sha256_once(path: Path) -> str:
     """`sha256`, computed once in a process for each state of the file: a large one takes seconds."""
+    return _sha256_of_state(path, *file_state(path))
+
+
+def file_state(path: Path) -> tuple[int, int, int, int]:
+    """What changes when a file is replaced, whatever its name and times are set to; its size first."""
     stat = path.stat()
-    return _sha256_of_state(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 @cache

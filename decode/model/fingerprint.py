@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from decode.common import damage
 from decode.common.files import read_json_object, write_atomically
 from decode.common.machine import cpu_count
 
@@ -117,10 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def file_digests(file: Path) -> dict[str, str]:
     """{name: hash of shape and values} of the tensors in a file, read once for each state of it."""
-    stat = file.resolve().stat()
-    return _file_digests(
-        str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-    )
+    return _file_digests(str(file.resolve()), *damage.file_state(file))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from decode.model.formats.adapters import (
     without_adapter,
 )
 from decode.model.formats.gguf_files import gguf_folder
+from decode.model.formats.made_folders import copy_files, files_named
 from decode.model.formats.quantized import (
     check_bare_numbers,
     check_whole_numbers,
@@ -234,9 +234,8 @@ def stated_config(
 
 def copy_tokenizer_files(name: str, out: Path) -> None:
     """Copies the tokenizer's files of a model into the folder `out`, unchanged."""
-    for pattern in TOKENIZER_FILES:
-        for file in Path(model_folder(name, "model")).glob(pattern):
-            shutil.copyfile(file, out / file.name)
+    folder = Path(model_folder(name, "model"))
+    copy_files(files_named(folder, TOKENIZER_FILES), folder, out)
 
 
 def head_is_misstated(folder: str, what: str) -> bool:

@@ -4,7 +4,6 @@ Tensors are copied bit for bit. The layouts are listed in scripts/export.py.
 """
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from decode.drafts.causal import load_ids
 from decode.drafts.registry import draft_family
 from decode.model import loading
 from decode.model.formats.gguf_files import gguf_folder
+from decode.model.formats.made_folders import copy_files, files_named
 from decode.model.names import check_name
 from decode.serving import gguf_export, gguf_heads, w8a8_export
 
@@ -167,9 +167,8 @@ def export_hf(path: str, name: str, out: Path) -> None:
     has_config = (Path(path) / "config.json").is_file()
     copied = size == wanted and has_config and not loading.head_is_misstated(path, "draft")
     if copied and ids is None:
-        for pattern in ("config.json", "generation_config.json", "model*.safetensors*"):
-            for file in Path(path).glob(pattern):
-                shutil.copyfile(file, out / file.name)
+        model_files = ("config.json", "generation_config.json", "model*.safetensors*")
+        copy_files(files_named(Path(path), model_files), Path(path), out)
     else:
         draft_vocab.resize_vocabulary(model, wanted)
         if ids is not None:

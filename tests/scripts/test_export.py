@@ -12,7 +12,7 @@ from decode.checkpoints.draft_vocab import save_ids, silence_other_tokens
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.loading import load_model, load_target
+from decode.model.loading import load_model, load_target, load_tokenizer
 from decode.model.quantized.w8a8 import W8A8Linear
 from decode.serving.checks import full_head
 from decode.serving.export import export_draft, export_hf
@@ -87,10 +87,15 @@ def test_an_exported_reduced_draft_keeps_to_its_tokens_everywhere(
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_in_w8a8_is_read_back_as_it_was_rounded(tied: bool, tmp_path: Path) -> None:
     """Catches scales of other rows, a head that is rounded as well, a config that names neither what is rounded nor
-    how, and a folder without its tokenizer."""
+    how, and a folder without its tokenizer or one of its chat templates."""
     name = save(tmp_path / "target", WORDS, tie_word_embeddings=tied)
+    tokenizer = load_tokenizer(name)
+    tokenizer.chat_template = {"default": "D", "rag": "R"}
+    tokenizer.save_pretrained(name)
     export_draft(name, "w8a8", tmp_path / "out", "", 4, "float32")
-    assert load_target(str(tmp_path / "out"), "cpu").tokenizer("def")["input_ids"] == [1]
+    copied = load_target(str(tmp_path / "out"), "cpu").tokenizer
+    assert copied("def")["input_ids"] == [1]
+    assert copied.chat_template == tokenizer.chat_template
     own = load_model(name, "model", "cpu", "bfloat16")
     for dtype in ("w8a8", "float32"):
         model = load_model(str(tmp_path / "out"), "model", "cpu", dtype)

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from decode.common import damage
 from decode.common.errors import UserError, disk_error, one_line
 from decode.common.files import read_json_object, write_atomically
 from decode.model.formats import tied_heads
-from decode.model.formats.made_folders import made_folder
+from decode.model.formats.made_folders import copy_files, files_named, made_folder
 from decode.model.names import cache_error, is_local
 
 CONFIG_FILE = "adapter_config.json"
@@ -189,10 +188,12 @@ def merged_folder(
             f", whose weights are quantised ({config.quantization_config.get('quant_method')}) and cannot take it: "
             f"write the name of the plain model into base_model_name_or_path of {CONFIG_FILE}"
         )
-    own = {file.name: damage.sha256_once(file) for file in _files(adapter.folder, [WEIGHTS_FILE])}
+    own = {
+        file.name: damage.sha256_once(file) for file in files_named(adapter.folder, [WEIGHTS_FILE])
+    }
     own |= {
         str(file.relative_to(adapter.folder)): file.read_text()
-        for file in _files(adapter.folder, [CONFIG_FILE, *BASE_FILES, *TOKENIZER_FILES])
+        for file in files_named(adapter.folder, [CONFIG_FILE, *BASE_FILES, *TOKENIZER_FILES])
         if file.suffix != ".model"
     }
     content = [own, _identity(base_folder, config)]
@@ -211,14 +212,11 @@ def _save_merged(
 ) -> None:
     merge(adapter, load_base()).save_pretrained(made, safe_serialization=True)
     base_files = _local_copy(base_folder, config)
-    has_tokenizer = any(_files(adapter.folder, ["tokenizer.json", "tokenizer.model"]))
+    has_tokenizer = any(files_named(adapter.folder, ["tokenizer.json", "tokenizer.model"]))
     tokenizer_files = adapter.folder if has_tokenizer else base_files
     sources = {base_files: BASE_FILES, adapter.folder: ("generation_config.json",)}
     for folder, patterns in [*sources.items(), (tokenizer_files, TOKENIZER_FILES)]:
-        for file in _files(folder, patterns):
-            copy = made / file.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+        copy_files(files_named(folder, patterns), folder, made)
     note = {"adapter": adapter.name, "base": adapter.base, "peft_type": adapter.kind}
     write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
@@ -307,20 +305,12 @@ def _check_all_used(
             f", which {reason} ({len(surplus + absent)} tensors in all): if it was trained on another base, write that "
             f"into base_model_name_or_path of {CONFIG_FILE}"
         )
-    other = [n for n in stored.keys() & held.keys() if not torch.equal(*_float(stored[n], held[n]))]
+    both = stored.keys() & held.keys()
+    other = [n for n in both if not torch.equal(stored[n].float(), held[n].float())]
     if other:
         raise adapter.refusal(
             f", and peft reads other numbers than its file holds ({other[0]}): take another version of peft"
         )
-
-
-def _float(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.detach().float().cpu() for tensor in tensors]
-
-
-def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files of a folder with names of these patterns, in the order of their names."""
-    return sorted({file for p in patterns for file in folder.glob(p) if file.is_file()})
 
 
 def _local_copy(base: str, config: Any) -> Path:
@@ -337,5 +327,5 @@ def _identity(base: str, config: Any) -> list[Any]:
     if not Path(base).is_dir():
         return [base, vars(config).get("_commit_hash")]
     wanted = ["config.json", "*.safetensors*", *BASE_FILES, *TOKENIZER_FILES]
-    states = [(file.resolve(), file.stat()) for file in _files(Path(base), wanted)]
-    return [[str(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in states]
+    files = files_named(Path(base), wanted)
+    return [[str(file.resolve()), *damage.file_state(file)] for file in files]

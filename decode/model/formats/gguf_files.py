@@ -32,7 +32,7 @@ from decode.model.formats.gguf_tokenizers import (
     check_tokens,
     read_vocabulary,
 )
-from decode.model.formats.made_folders import made_folder
+from decode.model.formats.made_folders import copy_files, files_named, made_folder
 from decode.model.names import cache_error
 
 SOURCE_FILE = "gguf.json"
@@ -168,11 +168,9 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
         )
     config.dtype = dtype
     config.save_pretrained(folder)
-    for file in plain.iterdir():
-        if file.is_dir():  # of named chat templates
-            shutil.copytree(file, folder / file.name)
-        elif file.name not in ("config.json", SOURCE_FILE):
-            shutil.copyfile(file, folder / file.name)
+    made = ("config.json", SOURCE_FILE)
+    beside = files_named(plain, ["*", "*/*"])  # with named chat templates
+    copy_files([file for file in beside if file.name not in made], plain, folder)
     write_safetensors(weights, folder / "model.safetensors", dtype)
     shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)
 

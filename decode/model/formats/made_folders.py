@@ -1,7 +1,10 @@
-"""Folders that are made once of a model's files and kept in the cache: of a GGUF, quantised weights, an adapter."""
+"""Folders that are made once of a model's files and kept in the cache: of a GGUF, quantised weights, an adapter.
+
+The files beside the weights are copied into them, and into exports, by functions of this module.
+"""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -48,3 +51,16 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def files_named(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of a folder with names of these patterns, in the order of their names."""
+    return sorted({file for p in patterns for file in folder.glob(p) if file.is_file()})
+
+
+def copy_files(files: Iterable[Path], folder: Path, out: Path) -> None:
+    """Copies files of `folder`, or of folders in it, to the same places in `out`."""
+    for file in files:
+        copy = out / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)

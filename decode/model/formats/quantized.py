@@ -8,7 +8,6 @@ holds the weights in float32, exactly as the checkpoint's numbers define them, t
 import hashlib
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -22,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from decode.common import damage
 from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import read_json_object, write_atomically
-from decode.model.formats.made_folders import made_folder
+from decode.model.formats.made_folders import copy_files, files_named, made_folder
 from decode.model.formats.packed_weights import (
     METHODS,
     Config,
@@ -44,10 +44,8 @@ Its name keeps it out of the weights that transformers reads."""
 FORM = 3
 """Changes with what is written into the folder."""
 SHARD_BYTES = 4 << 30
-KEPT = (".json", ".jinja", ".txt", ".model")
-"""Files beside the weights that are copied."""
-NAMED_TEMPLATES = "additional_chat_templates"
-"""The folder of chat templates beside the default one."""
+KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
+"""Patterns of the files beside the weights that are copied."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Where older exports of ModelOpt say what config.json says in newer ones."""
 
@@ -61,18 +59,21 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
     q = stated_quantization(name, revision)
     if q is None:
         return None
-    known = q["quant_method"] in METHODS
-    if not known and loads_itself(q):
+    method = q["quant_method"]
+    if method in METHODS:
+        reason = METHODS[method].refusal(q)
+    elif method in AUTO_QUANTIZER_MAPPING or method == "bitsandbytes":
         return None
-    reason = METHODS[q["quant_method"]].refusal(q) if known else _unknown(q)
+    else:  # transformers would drop the config with a warning
+        reason = f"has weights that are quantised by {method!r}, which is not read"
     if reason:
         raise UserError(
             f"{name!r} {reason}: take the model's original folder, or one in a form that docs/families.md lists"
         )
     folder = Path(name)
     if not folder.is_dir():
-        patterns = ["*.safetensors", *(f"*{suffix}" for suffix in KEPT)]
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        wanted = ["*.safetensors", *KEPT]
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     try:
         return str(dequantize_folder(folder, q, name))
     except UserError as error:
@@ -93,7 +94,8 @@ def stated_quantization(name: str, revision: str | None = None) -> Config | None
     try:
         q = read_json_object(config_file, "a config.json").get("quantization_config")
         if not q:
-            file = _modelopt_file(name, revision)
+            look = _stored_file if Path(name).exists() else _asked_once
+            file = look(name, revision, MODELOPT_FILE)
             q = read_json_object(file, "of ModelOpt").get("quantization") if file else None
             q = {"quant_method": "modelopt"} | q if isinstance(q, dict) else None
     except UserError:  # loading it will say what is wrong
@@ -104,16 +106,6 @@ def stated_quantization(name: str, revision: str | None = None) -> Config | None
     if "quant_method" not in q and not {"load_in_4bit", "load_in_8bit"} & q.keys():
         q = {"quant_method": "unknown"} | q
     return {"quant_method": "bitsandbytes"} | q
-
-
-def loads_itself(q: Config) -> bool:
-    """Whether transformers has a quantiser for the method of a config; one without drops the config with a warning."""
-    method = q["quant_method"]
-    return method in AUTO_QUANTIZER_MAPPING or method == "bitsandbytes"
-
-
-def _unknown(q: Config) -> str:
-    return f"has weights that are quantised by {q['quant_method']!r}, which is not read"
 
 
 def few_bit_tensors(folder: Path) -> dict[str, tuple[str, Path]]:
@@ -159,20 +151,13 @@ def check_bare_numbers(model: Any, folder: Path, what: str) -> None:
             with safe_open(file, framework="pt") as tensors:
                 bare = tensors.get_tensor(key).to(weights[name].dtype)
             if bare.any() and bare.equal(weights[name].detach().cpu()):
-                method = (vars(model.config).get("quantization_config") or {}) or None
-                by = f"quantised by {_method(method)!r}" if method else "named by no config"
+                q = vars(model.config).get("quantization_config") or {}
+                method = (q if isinstance(q, dict) else vars(q)).get("quant_method")
+                by = f"quantised by {str(method)!r}" if q else "named by no config"
                 raise UserError(
                     f"{what}: {key} is {kind}, {by}, and its bare numbers would be the weights: take the model's "
                     "original folder"
                 )
-
-
-def _method(q: Any) -> str:
-    return str((q if isinstance(q, dict) else vars(q)).get("quant_method"))
-
-
-def _modelopt_file(name: str, revision: str | None) -> Path | None:
-    return (_stored_file if Path(name).exists() else _asked_once)(name, revision, MODELOPT_FILE)
 
 
 def _stored_file(name: str, revision: str | None, file: str) -> Path | None:
@@ -196,7 +181,7 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise UserError("there are no safetensors: take a folder that has them")
-    stats = [(file.name, *_state(file)) for file in weights]
+    stats = [(file.name, *damage.file_state(file)) for file in weights]
     texts = {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in _kept_files(folder)
@@ -207,24 +192,13 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     return made_folder("quantized", digest[:16], SOURCE_FILE, f"{source!r}", save)
 
 
-def _state(file: Path) -> tuple[int, int, int, int]:
-    """What changes when a file is replaced, whatever its name and times are set to."""
-    stat = file.resolve().stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-
-
 def _kept_files(folder: Path) -> list[Path]:
     """The files beside the weights that a folder with plain weights has as well."""
-    beside = [file for file in folder.iterdir() if file.suffix in KEPT and file.is_file()]
-    named = (folder / NAMED_TEMPLATES).glob("*.jinja")
-    return sorted([*(file for file in beside if not file.name.endswith(".index.json")), *named])
+    return [file for file in files_named(folder, KEPT) if not file.name.endswith(".index.json")]
 
 
 def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made: Path) -> None:
-    for file in _kept_files(folder):
-        copy = made / file.relative_to(folder)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
+    copy_files(_kept_files(folder), folder, made)
     (made / MODELOPT_FILE).unlink(missing_ok=True)
     config = read_json_object(folder / "config.json", "a config.json")
     config.pop("quantization_config", None)
