@@ -35,7 +35,7 @@ from eval.checks import answer_quality, greedy_equivalence, sampling_distributio
 from eval.checks.target_drift import measure_target_drift
 from eval.metrics.acceptance import Acceptance, match_prompts
 from eval.metrics.bootstrap import ALL_TASKS, paired_difference
-from eval.metrics.speedup_model import StepCost, predict_speedup, with_batch_rounds
+from eval.metrics.round_cost import StepCost, predict_speedup, with_batch_rounds
 from eval.results.report import (
     SCHEMA,
     AlphaDifference,

@@ -22,7 +22,11 @@ from decode.serving.log_counts import RequestCounts
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
-from eval.metrics.distribution_tests import POWER, run_permutation_test
+from eval.metrics.distribution_tests import (
+    POWER,
+    PermutationTestResult,
+    run_permutation_test,
+)
 from eval.settings.evaluation import Task
 from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt, load_task_prompts
@@ -176,8 +180,7 @@ def compare_sampled(
     s: RefereeConfig, ours: Sequence[RequestCounts], vllm: Sequence[RequestCounts]
 ) -> dict[str, Any]:
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
-    sides = [np.array([[x.rounds, *x.accepted_at] for x in side]) for side in (ours, vllm)]
-    test = run_permutation_test(sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed)
+    test = permutation_test(ours, vllm, SIGNIFICANCE_LEVEL, s.seed)
     renamed = {"a": "ours", "b": "vllm"}
     return {
         "temperature": s.temperature,
@@ -195,6 +198,18 @@ def compare_sampled(
             for part in test.parts
         ],
     }
+
+
+def permutation_test(
+    ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts], level: float, seed: int = 0
+) -> PermutationTestResult:
+    """Of counts by position, or of all accepted tokens where one side has no positions."""
+    positions = all(x.accepted_at for side in (ours, theirs) for x in side)
+    a, b = (
+        np.array([[x.rounds, *(x.accepted_at if positions else (x.accepted,))] for x in side])
+        for side in (ours, theirs)
+    )
+    return run_permutation_test(a, b, level=level, seed=seed)
 
 
 def totals_table(totals: Mapping[str, RequestCounts]) -> Table:

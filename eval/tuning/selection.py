@@ -11,10 +11,10 @@ from eval.benchmark.timing import TimingResult
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs, Spread
-from eval.metrics.speedup_model import (
-    fit_speedup_model,
+from eval.metrics.round_cost import (
     is_precise,
     pooled_round_speedup,
+    predict_round_speedups,
     recommended_k_range,
     round_speedup,
     seconds_of_rounds,
@@ -114,12 +114,13 @@ def cross_validated_predictions(
         calibration = {k: records[k][fold::2] for k in (0, *two)}
         if any(Acceptance.of(own).rounds.sum() == 0 for own in calibration.values()):
             continue
-        model = fit_speedup_model(calibration[0], *((k, calibration[k]) for k in two))
+        predictions = predict_round_speedups(
+            calibration[0], *((k, calibration[k]) for k in two), sorted(k for k in records if k > 0)
+        )
         plain = records[0][1 - fold :: 2]
-        for k in sorted(k for k in records if k > 0):
+        for k, predicted in predictions.items():
             measured = round_speedup(plain, records[k][1 - fold :: 2], seed)
             if measured.value is not None:
-                predicted = model.speedup(k)
                 error = abs(predicted / measured.value - 1)
                 counted = is_precise(measured) and k not in two
                 cells.append(
