@@ -27,7 +27,14 @@ from decode.serving.log_counts import EngineLog, RequestCounts, pool
 from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_target
 from decode.serving.running import vllm_client
 from eval.served import suspects
-from eval.served.parity import BATCH_ROWS, counts_json, decode_counts, permutation_test, tau
+from eval.served.parity import (
+    BATCH_ROWS,
+    counts_json,
+    decode_counts,
+    permutation_test,
+    tau,
+    with_positions,
+)
 from eval.served.reading import AS_WRITTEN, Reading, copy_files
 from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt
@@ -110,8 +117,7 @@ def log_counts(log: EngineLog, prompts: Sequence[list[int]], k: int) -> ServedCo
                 f"{len(prompt)} here: another chat template, tokenizer or prompt",
                 exact=False,
             )
-        at = request.accepted_at
-        counts.append(replace(request, accepted_at=(*at, *[0] * k)[:k] if at else ()))
+        counts.append(with_positions(request, k) if request.accepted_at else request)
     return ServedCounts(LOGGED, counts, exact=False)
 
 

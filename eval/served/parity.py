@@ -4,7 +4,7 @@ Greedily each prompt is compared, at a temperature the acceptance by position ov
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
-from decode.serving.log_counts import RequestCounts
+from decode.serving.log_counts import RequestCounts, round_counts
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
@@ -46,14 +46,14 @@ def load_prompts(tasks: Sequence[Task], limit: int, target: Target) -> list[Task
 def count_rounds(
     ids: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]], k: int
 ) -> RequestCounts:
-    """The counts of one prompt from the ids of its answers and their (drafted, accepted) rounds."""
-    return RequestCounts(
-        len(rounds),
-        sum(drafted for drafted, _ in rounds),
-        sum(accepted for _, accepted in rounds),
-        tuple(sum(accepted > i for _, accepted in rounds) for i in range(k)),
-        output_ids=tuple(map(tuple, ids)),
-    )
+    """The counts of one prompt at `k` positions, from the ids of its answers and their (drafted, accepted) rounds."""
+    found = with_positions(round_counts(rounds), k)
+    return replace(found, output_ids=tuple(map(tuple, ids)))
+
+
+def with_positions(x: RequestCounts, k: int) -> RequestCounts:
+    """With what was accepted at `k` positions, 0 at those that no round drafted."""
+    return replace(x, accepted_at=(*x.accepted_at, *[0] * k)[:k])
 
 
 def tau(total: RequestCounts) -> float:
