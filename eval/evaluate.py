@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from decode.checkpoints.draft_folder import draft_sha256, is_altered, trained_for
 from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
@@ -17,11 +16,9 @@ from decode.common.settings import to_yaml
 from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
-from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.engine import pick_mode
 from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
-from decode.model.names import recorded_name
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
@@ -35,7 +32,7 @@ from eval.checks import answer_quality, greedy_equivalence, sampling_distributio
 from eval.checks.target_drift import measure_target_drift
 from eval.metrics.acceptance import Acceptance, match_prompts
 from eval.metrics.bootstrap import ALL_TASKS, paired_difference
-from eval.metrics.speedup_model import StepCost, predict_speedup, with_batch_rounds
+from eval.metrics.round_cost import StepCost, predict_speedup, with_batch_rounds
 from eval.results.report import (
     SCHEMA,
     AlphaDifference,
@@ -205,7 +202,6 @@ def _method_results(
 ) -> list[MethodResult]:
     """Of every method and group of prompts at this temperature."""
     s = work.s
-    named = {m.name: m for m in s.methods}
     prompts = {(item.task, item.id): item for item in work.items}
     domains = {key: item.domain for key, item in prompts.items()}  # of what can be decoded
     scores = {
@@ -226,9 +222,7 @@ def _method_results(
     plain_rounds = {(x.record.task, x.record.id): x for x in with_batch_rounds(plain)}
     found = []
     for method in work.methods:
-        own_settings, measured = named.get(method.name), steps.get(method.label, {})
-        path = own_settings.draft if own_settings else ""
-        sha256 = draft_sha256(path) if path else None
+        measured = steps.get(method.label, {})
         mismatches = leaves = None
         if temperature == 0:
             own_texts = result.records[method]
@@ -241,19 +235,13 @@ def _method_results(
         failed = [*work.undecodable, *result.failures[method]]
         failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
         of_all = {
-            **describe_method(s.methods, method, measured.get("mirror")),
-            "draft": recorded_name(path)[0] if path else None,
-            "family": draft_family_name(method, path),
+            **describe_method(s, method, measured.get("mirror")),
             "temperature": temperature,
             "top_k": s.top_k,
             "top_p": s.top_p,
             "batch_size": s.batch_size,
-            "draft_sha256": sha256,
-            "draft_altered": is_altered(path, sha256),
-            "trained_for": trained_for(path) if path else None,
             "mode": s.mode,
             "dtype": s.dtype,
-            "draft_dtype": (own_settings.dtype if own_settings else "") or s.dtype,
             "verification": verification_name(method, temperature),
             "repeated_turns": result.repeated_turns,
             "dropped_turns": result.dropped_turns,
@@ -400,13 +388,6 @@ def _decode_for_acceptance(
         lambda: list(map(asdict, decode(progress))),
     )
     return [*map(read_record, kept)]
-
-
-def draft_family_name(method: Method, path: str) -> str | None:
-    """The family of a method's draft; None for plain decoding."""
-    if path:
-        return find_family(path).name
-    return method.name if method.name in DRAFT_FAMILIES else None
 
 
 def count_tokens_after_eos(ids: Sequence[int], eos: frozenset[int]) -> int:

@@ -3,9 +3,8 @@
     python eval/run.py --config configs/quickstart/eval.yaml
     python eval/run.py --target T --methods '[{name: causal, draft: DIR}, {name: ngram}]' --out outputs/eval
 
-Writes report.json, report.md, report.html, outputs.jsonl and speculation_profile.json (acceptance by position in the
-fields that others read) into --out; the last line on stdout is JSON. The same command goes on with a run that was
-stopped by Ctrl-C or a crash.
+Writes report.json, report.md, report.html and outputs.jsonl into --out; the last line on stdout is JSON. The same
+command goes on with a run that was stopped by Ctrl-C or a crash.
 """
 
 import sys

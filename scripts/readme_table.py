@@ -39,8 +39,7 @@ class ReadmeTableConfig:
 
 def main(s: ReadmeTableConfig) -> None:
     # --help does without: they load torch.
-    from eval.reporting.headline import headline_lines, rivals_of
-    from eval.reporting.readme_table import write_table
+    from eval.reporting.readme_table import headline_lines, rivals_of, write_table
     from eval.results.report import read_report
 
     if s.readme:

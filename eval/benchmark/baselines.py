@@ -44,9 +44,15 @@ from eval.benchmark.machine_load import MachineWatch, busy_reason, typical_probe
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import STALLED, Attempt, EngineAnswer, stalled_columns
-from eval.metrics.acceptance import timed_places
-from eval.metrics.bootstrap import ALL_TASKS, MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
-from eval.metrics.rivals import Arm, over_best_arm
+from eval.metrics.acceptance import Arm, over_best_arm, timed_places
+from eval.metrics.bootstrap import (
+    ALL_TASKS,
+    MS_PER_SECOND,
+    Ratio,
+    paired_ratio,
+    quotient,
+    ratio_or_none,
+)
 from eval.results.report import EngineResult, FailedPrompt, RivalSpeedup
 from eval.settings.evaluation import EvalConfig
 from eval.tasks.loading import TaskPrompt
@@ -362,9 +368,8 @@ def _paired_speedup(
         slow, fast = (Ratio([x["seconds"] for x in y], [len(x["ids"]) for x in y]) for y in sides)
         return slow, fast
 
-    slow, fast = (x.value for x in rates(pairs))
     own = rates([i for i in pairs if i in timed])
-    return paired_ratio(*own, seed), None if slow is None or not fast else slow / fast
+    return paired_ratio(*own, seed), quotient(*(x.value for x in rates(pairs)))
 
 
 class TransformersEngine:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from decode.checkpoints.draft_folder import draft_sha256
+from decode.checkpoints.draft_folder import draft_sha256, is_altered, trained_for
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
@@ -15,6 +15,7 @@ from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.engine.composing import add_confidence, add_lookup, make_mirror
 from decode.model.loading import Target
+from decode.model.names import recorded_name
 from decode.verification.registry import find_rule
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.results.report import AdaptiveRecord, LookupRecord, MirrorRecord, TreeRecord
@@ -146,12 +147,21 @@ def verification_name(method: Method, temperature: float) -> str:
 
 
 def describe_method(
-    methods: Sequence[MethodConfig], method: Method, mirror: Mapping[str, Any] | None
+    s: EvalConfig, method: Method, mirror: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The fields of a MethodResult that say how the method drafts; `mirror` is what `measure_steps` found."""
-    m = next((m for m in methods if m.name == method.name), MethodConfig(method.name))
+    """The fields of a MethodResult that say what drafts and how; `mirror` is what `measure_steps` found."""
+    m = next((m for m in s.methods if m.name == method.name), MethodConfig(method.name))
+    sha256, family = None, m.name if m.name in DRAFT_FAMILIES else None
+    if m.draft:
+        sha256, family = draft_sha256(m.draft), find_family(m.draft).name
     return {
         "name": method.name,
+        "draft": recorded_name(m.draft)[0] if m.draft else None,
+        "family": family,
+        "draft_sha256": sha256,
+        "draft_altered": is_altered(m.draft, sha256),
+        "trained_for": trained_for(m.draft) if m.draft else None,
+        "draft_dtype": m.dtype or s.dtype,
         "tree": describe_tree(method.shape),
         "lookup": LookupRecord(m.lookup, m.min_match) if m.lookup else None,
         "adaptive": AdaptiveRecord("confidence", m.confidence) if m.confidence else None,

@@ -20,7 +20,7 @@ from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
 from eval.metrics.bootstrap import MS_PER_SECOND
-from eval.metrics.speedup_model import fit_step_cost
+from eval.metrics.round_cost import fit_step_cost
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 

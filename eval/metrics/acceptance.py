@@ -1,4 +1,4 @@
-"""Acceptance and speed-up from decode records: τ, α by position, seconds per token.
+"""Acceptance and speed-up from decode records: τ, α by position, seconds per token, also of another engine's arms.
 
 Everything is a sum or a count for each prompt, pooled over prompts and divided once. A mean of per-prompt means would
 weigh a ten-token answer like a thousand-token one.
@@ -8,7 +8,7 @@ after the first rejection. With 8 drafted tokens and α = 0.6, τ is 2.47 and th
 grammar forced are in τ alone: they cannot be rejected, so they say nothing about the draft.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from eval.metrics.bootstrap import Array, Ratio, paired_ratio
 
 DROPPED_SHARE = 0.25
 """Of a row's prompts, at most so many may be without seconds."""
+Arm = Mapping[tuple[str, str], tuple[float, int]]
+"""{(task, id): (seconds, tokens)} of the requests of a method or engine that count."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,20 @@ def speedup(records: Sequence[DecodeRecord], plain: Sequence[DecodeRecord], seed
     """Plain seconds per token ÷ the method's, on the method's prompts, pooled."""
     matched = match_prompts(records, plain)
     return paired_ratio(seconds_per_token(matched), seconds_per_token(records), seed)
+
+
+def over_best_arm(own: Arm, arms: Mapping[str, Arm], seed: int) -> tuple[str, int, Estimate]:
+    """(the engine's fastest arm, prompts, its seconds per token ÷ ours), on the prompts that all have. Which arm is
+    best is seen on the same prompts: in the other engine's favour. ("", 0, no value) without such prompts."""
+    shared = [key for key in own if all(key in arm for arm in arms.values())]
+    if not shared or not arms:
+        return "", 0, Estimate()
+
+    def rate(arm: Arm) -> Ratio:
+        return Ratio(*zip(*(arm[key] for key in shared), strict=True))
+
+    best = min(arms, key=lambda name: rate(arms[name]).value or float("inf"))
+    return best, len(shared), paired_ratio(rate(arms[best]), rate(own), seed)
 
 
 def timed_places(troubles: Sequence[str]) -> tuple[list[int], str]:

@@ -46,6 +46,11 @@ def ratio_or_none(numerator: float, denominator: float) -> float | None:
     return None if denominator == 0 else float(numerator) / float(denominator)
 
 
+def quotient(slow: float | None, fast: float | None) -> float | None:
+    """slow ÷ fast; None where one of them is missing, or the second is 0."""
+    return None if slow is None or fast is None else ratio_or_none(slow, fast)
+
+
 def ratio_interval(numerators: Numbers, denominators: Numbers, seed: int) -> Interval | None:
     """95 % percentile bootstrap interval of Σ numerators ÷ Σ denominators, both [n prompts].
 
@@ -59,8 +64,7 @@ def ratio_interval(numerators: Numbers, denominators: Numbers, seed: int) -> Int
 def paired_ratio(slow: Ratio, fast: Ratio, seed: int) -> Estimate:
     """slow ÷ fast: of seconds per token, the speed-up. The same prompts are drawn for both, so that easy and hard ones
     cancel out. Without a value where one of the three divisions has none."""
-    one, other = slow.value, fast.value
-    value = None if one is None or other is None else ratio_or_none(one, other)
+    value = quotient(slow.value, fast.value)
     return Estimate(value, _paired_interval(slow, fast, _safe_divide, seed))
 
 

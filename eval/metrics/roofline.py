@@ -108,13 +108,6 @@ def _count_parameters(file: Path) -> int:
         return sum(prod(x.get_shape()) for x in parts if x.get_dtype().startswith(("F", "BF")))
 
 
-def speculative_ceiling(
-    bandwidth: float, target_bytes: float, draft_bytes: float, k: int, tau: float
-) -> float:
-    """Upper bound of tokens per second: a round reads the draft's bytes K times and the target's once, for τ tokens."""
-    return tau * bandwidth / (target_bytes + k * draft_bytes)
-
-
 def ridge_point(gpu: GpuSpec, bytes_a_weight: float) -> float:
     """Tokens per pass at which bf16 arithmetic takes as long as reading the weights: 2 operations per weight and token.
 

@@ -78,34 +78,28 @@ def advise(
 
 
 def _rules_table(report: EvalReport, m: MethodResult, inputs: DecisionInputs) -> Table:
-    """What decides (the first three), then rules of thumb, with the report's values and whether each holds."""
+    """What decides (the first three), then rules of thumb: (rule, wanted, the report's value, whether it holds)."""
     alpha, ratio = m.alpha.value, size_ratio(report, m)
     busy, reply = inputs.utilisation, inputs.reply_tokens
     rate = format_number(m.acceptance_rate.value, 3)
     accepted = f"α {format_number(alpha, 3)}; accepted ÷ drafted {rate}"
     size = "no weights of its own" if m.draft is None else format_size_ratio(ratio)
-    holds: list[bool | None] = [
-        m.prompts >= LEAST_PROMPTS,
-        None if m.valid_speedup.ci is None else m.verdict == "faster",
-        None if alpha is None else alpha >= HARMFUL_ACCEPTANCE,
-        None if alpha is None else alpha >= GOOD_ACCEPTANCE,
-        None if busy is None else busy < IDLE_UTILISATION,
-        None if reply is None else reply > LONG_REPLY_TOKENS,
-        inputs.fits,
-        None if ratio is None else MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO,
-    ]
-    rules = [
-        ["prompts", f"at least {LEAST_PROMPTS}", str(m.prompts)],
-        ["speed-up", "an interval above 1", format_speedup(m)],
-        ["acceptance that slows down", "not below 50 %", accepted],
-        ["acceptance to aim for", "at least 60 %", accepted],
-        ["GPU use below 50 %", "yes", format_percent(busy)],
-        ["replies above 100 tokens", "yes", format_reply_length(inputs, m)],
-        ["the draft fits", "yes", format_memory(inputs)],
-        ["size of the draft", "1/50 to 1/10 of the target", size],
-    ]
+    rules: list[tuple[str, str, str, bool | None]] = [
+        ("prompts", f"at least {LEAST_PROMPTS}", str(m.prompts), m.prompts >= LEAST_PROMPTS),
+        ("speed-up", "an interval above 1", format_speedup(m),
+         None if m.valid_speedup.ci is None else m.verdict == "faster"),
+        ("acceptance that slows down", "not below 50 %", accepted,
+         None if alpha is None else alpha >= HARMFUL_ACCEPTANCE),
+        ("acceptance to aim for", "at least 60 %", accepted, None if alpha is None else alpha >= GOOD_ACCEPTANCE),
+        ("GPU use below 50 %", "yes", format_percent(busy), None if busy is None else busy < IDLE_UTILISATION),
+        ("replies above 100 tokens", "yes", format_reply_length(inputs, m),
+         None if reply is None else reply > LONG_REPLY_TOKENS),
+        ("the draft fits", "yes", format_memory(inputs), inputs.fits),
+        ("size of the draft", "1/50 to 1/10 of the target", size,
+         None if ratio is None else MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO),
+    ]  # fmt: skip
     answers = {None: "missing", True: "yes", False: "no"}
-    rows = [[*rule, answers[x]] for rule, x in zip(rules, holds, strict=True)]
+    rows = [[*texts, answers[holds]] for *texts, holds in rules]
     if m.draft is None:
         rows[-1][-1] = NOT_MEASURED
     return Table("Rules", ["rule", "wants", "here", "holds"], rows, prose=True)

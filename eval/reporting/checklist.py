@@ -1,11 +1,12 @@
 """The production checklist with a report's own numbers: baseline, draft, tuning, roll-out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eval.metrics import roofline
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs
-from eval.metrics.speedup_model import recommended_k_range
+from eval.metrics.round_cost import expected_tokens, recommended_k_range
+from eval.reporting.decision import memory_bandwidth
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
@@ -65,7 +66,7 @@ def _round_lines(m: MethodResult) -> list[str]:
     alpha, tau, speedup = m.alpha.value, m.tau.value, m.valid_speedup.value
     lines = []
     if alpha is not None and tau is not None and m.k and m.tree is None:
-        expected = sum(alpha**i for i in range(m.k + 1))
+        expected = expected_tokens([alpha], m.k)
         lines.append(
             f"Expected tokens a round, 1 + α + … + α^{m.k}: {expected:.2f}; measured: τ {tau:.2f}. More than K + 1 = "
             f"{m.k + 1} is impossible."
@@ -80,38 +81,36 @@ def _round_lines(m: MethodResult) -> list[str]:
 
 def tuned_table(chosen: Sequence[ChosenSetting]) -> Table:
     """The fastest setting of each method by domain, temperature and batch size, with the K that guides recommend."""
-    rows = [
-        [
-            c.task,
-            f"{c.temperature:g}",
-            format_number(c.batch_size, 0),
-            c.method,
-            c.setting,
-            format_number(c.prompts, 0),
-            format_estimate(c.speedup, 2, "×"),
-            format_number(c.held_out, 2, "×"),
-            NOT_MEASURED if c.guide is None else f"K {c.guide[0]} to {c.guide[1]}",
-        ]
-        for c in chosen
-    ]
-    header = ["domain", "temperature", "batch", "method", "fastest setting", "n"]
-    header += ["speed-up in rounds", "held out", "guides say"]
-    return Table("Tuned settings", header, rows, prose=True)
+    columns: dict[str, Callable[[ChosenSetting], str]] = {
+        "domain": lambda c: c.task,
+        "temperature": lambda c: f"{c.temperature:g}",
+        "batch": lambda c: format_number(c.batch_size, 0),
+        "method": lambda c: c.method,
+        "fastest setting": lambda c: c.setting,
+        "n": lambda c: format_number(c.prompts, 0),
+        "speed-up in rounds": lambda c: format_estimate(c.speedup, 2, "×"),
+        "held out": lambda c: format_number(c.held_out, 2, "×"),
+        "guides say": lambda c: guided_length(c.guide) or NOT_MEASURED,
+    }
+    return Table.of("Tuned settings", columns, chosen, prose=True)
+
+
+def guided_length(guide: tuple[int, int] | None) -> str:
+    """`K 3 to 4`, or nothing."""
+    return f"K {guide[0]} to {guide[1]}" if guide else ""
 
 
 def tuning_advice(tuned: TunedReport | None, m: MethodResult) -> list[str]:
     """The tuned settings of the method, with the K that guides recommend."""
     if tuned is None:
-        guide = recommended_k_range("", m.alpha.value)
-        advice = (
-            f"; guides recommend K {guide[0]} to {guide[1]} at this acceptance" if guide else ""
-        )
+        guide = guided_length(recommended_k_range("", m.alpha.value))
+        advice = f"; guides recommend {guide} at this acceptance" if guide else ""
         return [f"Not tuned: K = {m.k} was given{advice}. Run eval/tune.py."]
     lines = []
     for c in tuned.chosen:
         if (c.method, c.temperature, c.batch_size) != (m.name, *m.setting):
             continue
-        advice = f"; guides recommend K {c.guide[0]} to {c.guide[1]}" if c.guide else ""
+        advice = f"; guides recommend {guided_length(c.guide)}" if c.guide else ""
         held_out = format_number(c.held_out, 2, "×")
         lines.append(
             f"{c.task}: {c.setting}, {format_estimate(c.speedup, 2, '×')} in rounds; chosen on one half of the prompts "
@@ -156,7 +155,7 @@ def roofline_lines(
         roofline.DTYPE_BYTES.get(m.dtype),
     )
     size = report.models.target if report.models else None
-    bandwidth = gpu.bandwidth if gpu else tuned.bandwidth if tuned else 0.0
+    bandwidth = memory_bandwidth(report, tuned)
     lines = []
     if size is not None and not size.experts and width and bandwidth:
         top = bandwidth / (size.parameters * width)

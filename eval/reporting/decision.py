@@ -18,6 +18,7 @@ from eval.reporting.formatting import (
     format_speedup,
 )
 from eval.results.report import LEAST_PROMPTS, EvalReport, MethodResult, ModelSizes
+from eval.results.tuned import TunedReport
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100
@@ -128,6 +129,15 @@ def needed_memory(
     tokens = length if length is not None else round(m.mean_reply_tokens or 0)
     parts = roofline.memory_breakdown(models.target, draft, rows or m.batch_size, tokens, width)
     return sum(parts.values())
+
+
+def memory_bandwidth(report: EvalReport, tuned: TunedReport | None) -> float | None:
+    """Memory bandwidth in bytes/s: by the data sheet of a known GPU, or as tuning measured it on the same device."""
+    device = report.hardware.device or ""
+    known = roofline.GPU_SPECS.get(device)
+    if known is not None:
+        return known.bandwidth
+    return tuned.bandwidth if tuned is not None and tuned.hardware.device == device else None
 
 
 def size_ratio(report: EvalReport, m: MethodResult) -> float | None:

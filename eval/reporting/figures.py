@@ -7,6 +7,8 @@ from decode.common.typed_json import Estimate
 from decode.drafts.registry import DRAFT_FAMILIES
 from eval.metrics import roofline
 from eval.metrics.bootstrap import ALL_TASKS
+from eval.metrics.round_cost import RoundCost
+from eval.reporting.decision import memory_bandwidth
 from eval.reporting.plots import (
     PHASE_COLORS,
     SHADE_COLORS,
@@ -259,13 +261,4 @@ def roofline_tokens_per_second(
         return None
     draft_bytes = 0 if size is None else width * size.parameters
     target_bytes = width * models.target.parameters
-    return roofline.speculative_ceiling(bandwidth, target_bytes, draft_bytes, m.k, m.tau.value)
-
-
-def memory_bandwidth(report: EvalReport, tuned: TunedReport | None) -> float | None:
-    """Memory bandwidth in bytes/s: by the data sheet of a known GPU, or as tuning measured it on the same device."""
-    device = report.hardware.device or ""
-    known = roofline.GPU_SPECS.get(device)
-    if known is not None:
-        return known.bandwidth
-    return tuned.bandwidth if tuned is not None and tuned.hardware.device == device else None
+    return m.tau.value * bandwidth / RoundCost(target_bytes, draft_bytes).at(m.k)

@@ -1,17 +1,16 @@
 """Numbers, intervals and tables as text, and HTML pages; values that were not measured become a dash."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
 from decode.common.typed_json import Estimate
 from eval.results.report import Measured
 
-Interval = Sequence[float] | None  # [low, high] of a 95 % interval; None if it was not measured
-
+T = TypeVar("T")
 NOT_MEASURED = "–"
 
 
@@ -25,19 +24,13 @@ def format_positions(values: Iterable[float | None]) -> str:
     return ", ".join(format_number(value, 2) for value in values) or NOT_MEASURED
 
 
-def format_with_interval(
-    value: float | None, interval: Interval, digits: int, unit: str = "", signed: bool = False
-) -> str:
-    """The number followed by its [low, high]; the number alone if the interval is None; – if the value is None."""
-    text = format_number(value, digits, unit, signed)
-    if value is None or interval is None:
-        return text
-    low, high = (format_number(end, digits, signed=signed) for end in interval)
-    return f"{text} [{low}, {high}]"
-
-
 def format_estimate(x: Estimate, digits: int, unit: str = "", signed: bool = False) -> str:
-    return format_with_interval(x.value, x.ci, digits, unit, signed)
+    """The value followed by its [low, high]; alone if there is no interval; – if there is no value."""
+    text = format_number(x.value, digits, unit, signed)
+    if x.value is None or x.ci is None:
+        return text
+    low, high = (format_number(end, digits, signed=signed) for end in x.ci)
+    return f"{text} [{low}, {high}]"
 
 
 def format_percent(value: float | None) -> str:
@@ -85,6 +78,20 @@ class Table:
     rows: list[list[str]]
     prose: bool = False
     detail: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Mapping[str, Callable[[T], str]],
+        entries: Iterable[T],
+        *,
+        prose: bool = False,
+        detail: bool = False,
+    ) -> "Table":
+        """A row for each entry, with its cell in each column."""
+        rows = [[cell(x) for cell in columns.values()] for x in entries]
+        return cls(title, [*columns], rows, prose, detail)
 
 
 def table_markdown(table: Table) -> str:

@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.reporting.formatting import Interval
+from eval.metrics.bootstrap import Interval
 
 # Okabe-Ito without black and yellow, which are invisible on a dark or a white page.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
@@ -60,7 +60,7 @@ class Point:
 
     x: float
     y: float
-    ci: Interval = None
+    ci: Interval | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What scripts/readme_table.py does: the table of a report, and the picture of it, in a page."""
+"""What scripts/readme_table.py does: the table of a report and the picture of it in a page, and the headline: the draft
+over plain decoding first, then over the best arm of other engines."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,9 @@ from typing import Any
 import yaml
 
 from decode.common.errors import UserError
-from decode.common.files import read_text, write_atomically
+from decode.common.files import read_json_object, read_text, write_atomically
+from decode.common.typed_json import Estimate
+from eval.metrics.acceptance import over_best_arm
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.figures import estimate_point
 from eval.reporting.formatting import (
@@ -23,9 +26,12 @@ from eval.reporting.formatting import (
 from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
 from eval.reporting.summary import leaving_text
 from eval.reporting.tables import COLUMNS, Column
-from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
+from eval.results.report import EngineResult, EvalReport, MethodResult, RivalSpeedup, read_report
 
 Entry = MethodResult | EngineResult
+CODE = {"code (humaneval, mbpp)": ("humaneval", "mbpp")}
+"""Tasks that a headline names together."""
+OURS = "here "
 
 
 def render_table(report: EvalReport, layout: str = "pooled") -> str:
@@ -110,16 +116,16 @@ def of_method(column: Column) -> Callable[[Entry], str]:
     return lambda m: column(m) if isinstance(m, MethodResult) else NOT_MEASURED
 
 
+def number(x: Estimate | float | None) -> float | None:
+    """The value alone: figures of other engines have no interval."""
+    return x.value if isinstance(x, Estimate) else x
+
+
 LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
     "pooled": {
-        "τ": lambda m: format_number(m.tau.value if isinstance(m, MethodResult) else m.tau, 2),
+        "τ": lambda m: format_number(number(m.tau), 2),
         "α": of_method(COLUMNS["α"]),
-        "tokens/s": lambda m: or_void(
-            m,
-            format_number(
-                m.tokens_per_second.value if isinstance(m, MethodResult) else m.tokens_per_second, 0
-            ),
-        ),
+        "tokens/s": lambda m: or_void(m, format_number(number(m.tokens_per_second), 0)),
     },
     "positions": {
         "τ [95 %]": lambda m: (
@@ -214,3 +220,56 @@ def write_table(
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     if picture:
         write_atomically(Path(picture), draw_speedups(report))
+
+
+# ---- the headline ----
+
+
+def headline_lines(report: EvalReport, rivals: list[RivalSpeedup]) -> list[str]:
+    """Of the lowest temperature, each draft on all tasks and on each, with n and intervals."""
+    sections = report.pooled_sections[:1]
+    drafts = [m for section in sections for m in section.entries if m.is_real_draft]
+    lines = []
+    for best in drafts:
+        own = [m for m in report.methods if (m.name, m.setting) == (best.name, best.setting)]
+        parts = [f"{m.task} {format_speedup(m)}" for m in own]
+        lines.append(
+            f"{best.name} over plain decoding (T = {best.temperature:g}, n = {best.prompts}): {', '.join(parts)}"
+        )
+    for method, engine in dict.fromkeys((r.method, r.engine) for r in rivals):
+        found = [r for r in rivals if (r.method, r.engine) == (method, engine)]
+        parts = [f"{r.task} {format_estimate(r.speedup, 2, '×')} ({r.arm})" for r in found]
+        n = max(r.prompts for r in found)
+        lines.append(f"{method} over the best arm of {engine} (n = {n}): {', '.join(parts)}")
+    return lines
+
+
+def rivals_of(report: EvalReport, requests: Path | None) -> list[RivalSpeedup]:
+    """Those of the report; of one before they were kept, from a file of its requests, one {task, id, arm, tokens,
+    seconds} each, in which the arms of this engine begin with `here`. UserError for another file."""
+    if requests is None:
+        return report.rivals
+    arms: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
+    try:
+        for x in read_json_object(requests, "a file of requests", ["requests"])["requests"]:
+            arms.setdefault(x["arm"], {})[x["task"], x["id"]] = (x["seconds"], x["tokens"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{requests}: a request lacks {error}: give one with task, id, arm, tokens, seconds"
+        ) from None
+    others = {name: arm for name, arm in arms.items() if not name.startswith(OURS)}
+    tasks = list(dict.fromkeys(task for arm in arms.values() for task, _ in arm))
+    groups = {ALL_TASKS: tasks, **{task: [task] for task in tasks}}
+    groups |= {name: [*own] for name, own in CODE.items() if {*own} <= {*tasks}}
+    found = []
+    for name, own in arms.items():
+        if name in others or name == f"{OURS}plain":
+            continue
+        for group, members in groups.items():
+            mine = {key: x for key, x in own.items() if key[0] in members}
+            arm, prompts, speedup = over_best_arm(mine, others, report.seed)
+            engine = arm.split(" ")[0]
+            found.append(
+                RivalSpeedup(name.removeprefix(OURS), engine, arm, group, 0.0, prompts, speedup)
+            )
+    return found

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from eval.metrics.round_cost import RoundCost
 from eval.reporting.formatting import format_estimate, format_number, format_speedup
 from eval.reporting.tables import format_identical, pooled_by_name
 from eval.results.report import (
@@ -180,7 +181,7 @@ def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, g
     if own is None or plain is None or plain.total == 0:
         return text
     cost = own.draft / e.k / plain.total
-    expected = tau / (1 + e.k * cost)
+    expected = tau / RoundCost(1, cost).at(e.k)
     text += (
         f" A draft step costs {cost:.2f} of a target step in our engine, so the expected speed-up is "
         f"τ ÷ (1 + K c) = {expected:.2f}×"
@@ -212,13 +213,17 @@ def dropped_turns_line(report: EvalReport) -> str:
 
 def void_line(report: EvalReport) -> str:
     """Which speed-ups say nothing, and why; empty if all do."""
+    found = names_by_reason([(m.void, name) for name, m in pooled_by_name(report) if m.void])
+    text = f"VOID, their seconds say nothing: {found}. Measure again on a quiet machine."
+    return text if found else ""
+
+
+def names_by_reason(pairs: Iterable[tuple[str, str]]) -> str:
+    """`a, b (why); c (why)` of (why, name)."""
     reasons: dict[str, dict[str, None]] = {}
-    for name, m in pooled_by_name(report):
-        if m.void:
-            reasons.setdefault(m.void, {})[name] = None
-    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
-    text = f"VOID, their seconds say nothing: {'; '.join(parts)}. Measure again on a quiet machine."
-    return text if parts else ""
+    for reason, name in pairs:
+        reasons.setdefault(reason, {})[name] = None
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
 
 
 def simulated_methods_line(report: EvalReport) -> str:
@@ -232,9 +237,6 @@ def simulated_methods_line(report: EvalReport) -> str:
 
 def missing_predictions_line(report: EvalReport) -> str:
     """Why methods have no predicted speed-up on all tasks; empty if all have one, or for a report without reasons."""
-    reasons: dict[str, dict[str, None]] = {}
-    for m in report.pooled:
-        if not m.is_plain and m.prediction_missing:
-            reasons.setdefault(m.prediction_missing, {})[m.name] = None
-    parts = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
-    return f"No predicted speed-up: {'; '.join(parts)}." if parts else ""
+    drafted = [m for m in report.pooled if not m.is_plain]
+    found = names_by_reason((m.prediction_missing, m.name) for m in drafted if m.prediction_missing)
+    return f"No predicted speed-up: {found}." if found else ""

@@ -26,7 +26,9 @@ from eval.results.report import (
     EngineResult,
     EvalReport,
     LawResult,
+    LawVerdict,
     MethodResult,
+    QualityScore,
     ReportSection,
     RivalSpeedup,
     TargetDrift,
@@ -198,64 +200,52 @@ def _engine_table(engines: Sequence[EngineResult]) -> Table:
         ),
         "failed": lambda e: format_number(len(e.failed), 0),
     }
-    rows = [[cell(e) for cell in columns.values()] for e in engines]
-    return Table("Other engines on the same prompts", [*columns], rows)
+    return Table.of("Other engines on the same prompts", columns, engines)
 
 
 def _rival_table(rivals: Sequence[RivalSpeedup]) -> Table:
-    rows = [
-        [
-            f"{r.temperature:g}",
-            r.method,
-            r.arm,
-            r.task,
-            str(r.prompts),
-            format_estimate(r.speedup, 2, "×"),
-        ]
-        for r in rivals
-    ]
-    header = ["T", "method", "over the best arm", "task", "n", "speed-up"]
-    return Table("Over the best arm of other engines", header, rows, detail=True)
+    columns: dict[str, Callable[[RivalSpeedup], str]] = {
+        "T": lambda r: f"{r.temperature:g}",
+        "method": lambda r: r.method,
+        "over the best arm": lambda r: r.arm,
+        "task": lambda r: r.task,
+        "n": lambda r: str(r.prompts),
+        "speed-up": lambda r: format_estimate(r.speedup, 2, "×"),
+    }
+    return Table.of("Over the best arm of other engines", columns, rivals, detail=True)
 
 
 def _sampling_distribution_table(law: LawResult) -> Table:
     """Tests that sampled text follows the target's distribution; the control is the same draft with a lossy rule."""
-    rows = []
-    for verdict in law.methods:
-        own = [test for test in law.tests if test.method == verdict.name]
-        rows.append(
-            [
-                verdict.name + " (lossy)" * verdict.lossy,
-                format_number(min((test.p_value for test in own), default=None), 4),
-                format_number(max((test.tokens for test in own), default=None), 0),
-                format_value(verdict.passed),
-                format_value(verdict.control_caught),
-            ]
-        )
+    tests = {x.name: [test for test in law.tests if test.method == x.name] for x in law.methods}
+    columns: dict[str, Callable[[LawVerdict], str]] = {
+        "method": lambda x: x.name + " (lossy)" * x.lossy,
+        "smallest p": lambda x: format_number(
+            min((y.p_value for y in tests[x.name]), default=None), 4
+        ),
+        "tokens": lambda x: format_number(max((y.tokens for y in tests[x.name]), default=None), 0),
+        "passed": lambda x: format_value(x.passed),
+        "control was caught": lambda x: format_value(x.control_caught),
+    }
     setting = f"temperature {law.temperature:g}, level {law.level:g}"
     title = f"Sampled text against the target's distribution, {setting}"
-    return Table(title, ["method", "smallest p", "tokens", "passed", "control was caught"], rows)
+    return Table.of(title, columns, law.methods)
 
 
 def _answer_quality_table(methods: Sequence[MethodResult]) -> Table:
     """Mean scores of answers that have a reference, with plain decoding's scores on the same prompts."""
-    rows = [
-        [
-            m.name,
-            m.task,
-            f"{m.temperature:g}",
-            q.metric,
-            format_number(q.prompts, 0),
-            format_estimate(q.value, 3),
-            format_number(q.plain, 3),
-            format_estimate(q.difference, 3, signed=True),
-        ]
-        for m in methods
-        if not m.is_plain
-        for q in m.quality
-    ]
-    header = ["method", "task", "temperature", "metric", "n", "score", "plain", "difference"]
-    return Table("Quality beside plain decoding", header, rows, detail=True)
+    columns: dict[str, Callable[[tuple[MethodResult, QualityScore]], str]] = {
+        "method": lambda x: x[0].name,
+        "task": lambda x: x[0].task,
+        "temperature": lambda x: f"{x[0].temperature:g}",
+        "metric": lambda x: x[1].metric,
+        "n": lambda x: format_number(x[1].prompts, 0),
+        "score": lambda x: format_estimate(x[1].value, 3),
+        "plain": lambda x: format_number(x[1].plain, 3),
+        "difference": lambda x: format_estimate(x[1].difference, 3, signed=True),
+    }
+    scored = [(m, score) for m in methods if not m.is_plain for score in m.quality]
+    return Table.of("Quality beside plain decoding", columns, scored, detail=True)
 
 
 def pooled_by_name(report: EvalReport) -> list[tuple[str, MethodResult | EngineResult]]:
@@ -277,13 +267,15 @@ def _failure_table(report: EvalReport) -> Table:
 
 def _acceptance_difference_table(comparisons: Sequence[AlphaDifference]) -> Table:
     """Paired differences of a metric between two methods on the same prompts."""
-    rows = []
-    for c in comparisons:
-        difference = format_estimate(c.difference, 3, signed=True)
-        setting = [c.task, f"{c.temperature:g}", c.metric]
-        rows.append([f"{c.a} − {c.b}", *setting, difference, format_number(c.prompts, 0)])
-    header = ["methods", "task", "temperature", "metric", "difference", "n"]
-    return Table("Differences on the same prompts", header, rows)
+    columns: dict[str, Callable[[AlphaDifference], str]] = {
+        "methods": lambda c: f"{c.a} − {c.b}",
+        "task": lambda c: c.task,
+        "temperature": lambda c: f"{c.temperature:g}",
+        "metric": lambda c: c.metric,
+        "difference": lambda c: format_estimate(c.difference, 3, signed=True),
+        "n": lambda c: format_number(c.prompts, 0),
+    }
+    return Table.of("Differences on the same prompts", columns, comparisons)
 
 
 def _target_drift_table(drift: TargetDrift) -> Table:
@@ -322,9 +314,9 @@ def _setup_table(methods: Sequence[MethodResult]) -> Table:
         "verification": lambda m: m.verification,
         "lossy": lambda m: format_value(m.lossy),
     }
-    # A dict: each row once, in order.
-    rows = dict.fromkeys(tuple(cell(m) for cell in columns.values()) for m in methods)
-    return Table("Methods", [*columns], list(map(list, rows)), prose=True, detail=True)
+    table = Table.of("Methods", columns, methods, prose=True, detail=True)
+    once = dict.fromkeys(map(tuple, table.rows))
+    return replace(table, rows=[[*row] for row in once])
 
 
 def _length_text(m: MethodResult) -> str:

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from decode.checkpoints.draft_folder import (
     check_saved_tokenizer,
     check_tokenizer,
@@ -28,9 +26,15 @@ from decode.model.loading import Target
 from decode.serving.log_counts import EngineLog, RequestCounts, pool
 from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_target
 from decode.serving.running import vllm_client
-from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
 from eval.served import suspects
-from eval.served.parity import BATCH_ROWS, counts_json, decode_counts, tau
+from eval.served.parity import (
+    BATCH_ROWS,
+    counts_json,
+    decode_counts,
+    permutation_test,
+    tau,
+    with_positions,
+)
 from eval.served.reading import AS_WRITTEN, Reading, copy_files
 from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt
@@ -113,8 +117,7 @@ def log_counts(log: EngineLog, prompts: Sequence[list[int]], k: int) -> ServedCo
                 f"{len(prompt)} here: another chat template, tokenizer or prompt",
                 exact=False,
             )
-        at = request.accepted_at
-        counts.append(replace(request, accepted_at=(*at, *[0] * k)[:k] if at else ()))
+        counts.append(with_positions(request, k) if request.accepted_at else request)
     return ServedCounts(LOGGED, counts, exact=False)
 
 
@@ -170,18 +173,9 @@ def compare(ours: Sequence[RequestCounts], served: ServedCounts) -> Agreement:
     same = sum(not differing(a, b) for a, b in pairs)
     if served.exact or same == len(pairs):
         return Agreement(len(pairs), same, None, 0 < same == len(pairs))
-    p = permutation_test(pairs).p_value
+    first, second = zip(*pairs, strict=True)
+    p = permutation_test(first, second, LEVEL).p_value
     return Agreement(len(pairs), same, p, p >= LEVEL)
-
-
-def permutation_test(pairs: Pairs) -> PermutationTestResult:
-    """Of counts by position, or of all accepted tokens where one side has no positions."""
-    positions = all(side.accepted_at for pair in pairs for side in pair)
-    ours, theirs = (
-        np.array([[x.rounds, *(x.accepted_at if positions else (x.accepted,))] for x in side])
-        for side in zip(*pairs, strict=True)
-    )
-    return run_permutation_test(ours, theirs, level=LEVEL)
 
 
 def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]:
@@ -190,7 +184,8 @@ def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]
     if not pairs:
         return 0.0, 1.0
     ours, theirs = zip(*pairs, strict=True)
-    return tau(pool(ours)) - tau(pool(theirs)), permutation_test(pairs).parts[-1].p_value
+    test = permutation_test(ours, theirs, LEVEL)
+    return tau(pool(ours)) - tau(pool(theirs)), test.parts[-1].p_value
 
 
 def reproducing(

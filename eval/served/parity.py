@@ -4,7 +4,7 @@ Greedily each prompt is compared, at a temperature the acceptance by position ov
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,15 @@ from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
-from decode.serving.log_counts import RequestCounts
+from decode.serving.log_counts import RequestCounts, round_counts
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
-from eval.metrics.distribution_tests import POWER, run_permutation_test
+from eval.metrics.distribution_tests import (
+    POWER,
+    PermutationTestResult,
+    run_permutation_test,
+)
 from eval.settings.evaluation import Task
 from eval.settings.served import RefereeConfig
 from eval.tasks.loading import TaskPrompt, load_task_prompts
@@ -42,14 +46,14 @@ def load_prompts(tasks: Sequence[Task], limit: int, target: Target) -> list[Task
 def count_rounds(
     ids: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]], k: int
 ) -> RequestCounts:
-    """The counts of one prompt from the ids of its answers and their (drafted, accepted) rounds."""
-    return RequestCounts(
-        len(rounds),
-        sum(drafted for drafted, _ in rounds),
-        sum(accepted for _, accepted in rounds),
-        tuple(sum(accepted > i for _, accepted in rounds) for i in range(k)),
-        output_ids=tuple(map(tuple, ids)),
-    )
+    """The counts of one prompt at `k` positions, from the ids of its answers and their (drafted, accepted) rounds."""
+    found = with_positions(round_counts(rounds), k)
+    return replace(found, output_ids=tuple(map(tuple, ids)))
+
+
+def with_positions(x: RequestCounts, k: int) -> RequestCounts:
+    """With what was accepted at `k` positions, 0 at those that no round drafted."""
+    return replace(x, accepted_at=(*x.accepted_at, *[0] * k)[:k])
 
 
 def tau(total: RequestCounts) -> float:
@@ -176,8 +180,7 @@ def compare_sampled(
     s: RefereeConfig, ours: Sequence[RequestCounts], vllm: Sequence[RequestCounts]
 ) -> dict[str, Any]:
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
-    sides = [np.array([[x.rounds, *x.accepted_at] for x in side]) for side in (ours, vllm)]
-    test = run_permutation_test(sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed)
+    test = permutation_test(ours, vllm, SIGNIFICANCE_LEVEL, s.seed)
     renamed = {"a": "ours", "b": "vllm"}
     return {
         "temperature": s.temperature,
@@ -195,6 +198,18 @@ def compare_sampled(
             for part in test.parts
         ],
     }
+
+
+def permutation_test(
+    ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts], level: float, seed: int = 0
+) -> PermutationTestResult:
+    """Of counts by position, or of all accepted tokens where one side has no positions."""
+    positions = all(x.accepted_at for side in (ours, theirs) for x in side)
+    a, b = (
+        np.array([[x.rounds, *(x.accepted_at if positions else (x.accepted,))] for x in side])
+        for side in (ours, theirs)
+    )
+    return run_permutation_test(a, b, level=level, seed=seed)
 
 
 def totals_table(totals: Mapping[str, RequestCounts]) -> Table:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from decode.common.files import write_atomically
 from decode.common.run_dir import check_file
-from eval.reporting.formatting import format_number, format_with_interval
+from eval.reporting.formatting import format_estimate, format_number
 from eval.served.logs import read_log
 from eval.served.scoring import LogComparison, LogFigure, LogScore, compare, score
 
@@ -24,9 +24,8 @@ def figures_table(scored: LogScore) -> Table:
     for column in ("pooled [95 %]", "mean of requests [95 %]"):
         table.add_column(column)
     for key, name in NAMES.items():
-        x = scored.figures.get(key, LogFigure(None))
-        mean = format_with_interval(x.mean_of_requests, x.mean_of_requests_ci, 3)
-        table.add_row(name, format_with_interval(x.pooled, x.ci, 3), mean)
+        x = scored.figures.get(key, LogFigure())
+        table.add_row(name, format_estimate(x.pooled, 3), format_estimate(x.mean_of_requests, 3))
     for key, value in log.gauges.items():
         table.add_row(f"{key} (last interval)", format_number(value, 3), "–")
     return table
@@ -35,8 +34,8 @@ def figures_table(scored: LogScore) -> Table:
 def positions_table(scored: LogScore) -> Table:
     table = Table("position", "accepted ÷ rounds [95 %]", "α [95 %]")
     for x in scored.by_position:
-        share = format_with_interval(x.unconditional, x.unconditional_ci, 3)
-        table.add_row(str(x.position), share, format_with_interval(x.alpha, x.alpha_ci, 3))
+        shares = (format_estimate(x.unconditional, 3), format_estimate(x.alpha, 3))
+        table.add_row(str(x.position), *shares)
     return table
 
 
@@ -44,8 +43,7 @@ def differences_table(found: LogComparison) -> Table:
     table = Table("", f"first − second, {found.prompts} prompts [95 %]")
     for key, name in NAMES.items():
         if key in found.differences:
-            x = found.differences[key]
-            table.add_row(name, format_with_interval(x.difference, x.ci, 3, signed=True))
+            table.add_row(name, format_estimate(found.differences[key], 3, signed=True))
     return table
 
 

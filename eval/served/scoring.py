@@ -5,21 +5,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 
 from decode.common.errors import UserError
+from decode.common.typed_json import Estimate, IntervalKey, to_json
 from decode.serving.log_counts import EngineLog, RequestCounts, pool
-from eval.metrics.bootstrap import (
-    Array,
-    Ratio,
-    mean_of_ratios,
-    paired_difference,
-    ratio_interval,
-    ratio_or_none,
-)
+from eval.metrics.bootstrap import Array, Ratio, mean_of_ratios, paired_difference
 from eval.metrics.distribution_tests import POWER, run_permutation_test
 
 SEED = 0
@@ -27,20 +21,19 @@ LEVEL = 0.05
 """Two numbers are apart if p is below it and their interval, of 1 − LEVEL, does not hold 0."""
 
 Pairs = tuple[list[RequestCounts], list[RequestCounts]]
-Interval = tuple[float, float] | None
 
 
-def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
-    """{figure: (numerators, denominators) [n requests]}; a figure that the log does not give is left out. τ counts the
-    token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached."""
+def ratios(requests: Sequence[RequestCounts]) -> dict[str, Ratio]:
+    """{figure: its ratio over the requests}; a figure that the log does not give is left out. τ counts the token that
+    the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached."""
     counts = np.array([(r.drafted, r.accepted) for r in requests], dtype=np.int64).reshape(-1, 2)
     drafted, accepted = counts.T
-    found = {"acceptance_rate": (accepted, drafted)} if drafted.any() else {}
+    found = {"acceptance_rate": Ratio(accepted, drafted)} if drafted.any() else {}
     rounds = np.array([r.rounds for r in requests])
-    found["tau"] = rounds + accepted, rounds
+    found["tau"] = Ratio(rounds + accepted, rounds)
     reached = positions([r.reached_at for r in requests], rounds)
     if reached is not None:
-        found["alpha"] = accepted, reached.sum(1)
+        found["alpha"] = Ratio(accepted, reached.sum(1))
     return found
 
 
@@ -55,12 +48,10 @@ def positions(rows: Sequence[Sequence[int]], rounds: Array) -> Array | None:
 
 @dataclass(frozen=True)
 class LogFigure:
-    """One figure of a log; None where the log does not give it, and intervals only by request."""
+    """One figure of a log; without a value where the log does not give it, and with intervals only by request."""
 
-    pooled: float | None
-    ci: Interval = None
-    mean_of_requests: float | None = None
-    mean_of_requests_ci: Interval = None
+    pooled: Annotated[Estimate, IntervalKey("ci")] = Estimate()
+    mean_of_requests: Estimate = Estimate()
 
 
 @dataclass(frozen=True)
@@ -68,10 +59,8 @@ class PositionFigures:
     """How often a position was accepted, of all rounds and of those that reached it."""
 
     position: int
-    unconditional: float | None
-    unconditional_ci: Interval
-    alpha: float | None
-    alpha_ci: Interval
+    unconditional: Estimate
+    alpha: Estimate
 
 
 @dataclass(frozen=True)
@@ -98,8 +87,8 @@ class LogScore:
             "engine": self.log.engine,
             "requests": self.requests,
             "counts": counts,
-            **{name: asdict(figure) for name, figure in self.figures.items()},
-            "by_position": [asdict(x) for x in self.by_position],
+            **to_json(self.figures),
+            "by_position": to_json(self.by_position),
             "gauges": self.log.gauges,
             "notes": list(self.log.notes),
         }
@@ -107,10 +96,9 @@ class LogScore:
 
 def score(log: EngineLog) -> LogScore:
     requests, total, figures = log.requests, pool(log.requests), {}
-    for name, (top, bottom) in ratios(requests).items():
-        means = mean_of_ratios(top, bottom, SEED) if log.per_request else (None, None)
-        pooled = ratio_or_none(top.sum(), bottom.sum())
-        figures[name] = LogFigure(pooled, ratio_interval(top, bottom, SEED), *means)
+    for name, ratio in ratios(requests).items():
+        means = mean_of_ratios(*ratio, SEED) if log.per_request else Estimate()
+        figures[name] = LogFigure(ratio.estimate(SEED), means)
     by_position = score_positions(requests)
     return LogScore(log, total.rounds, total.drafted, total.accepted, figures, by_position)
 
@@ -122,10 +110,8 @@ def score_positions(requests: Sequence[RequestCounts]) -> list[PositionFigures]:
     return [
         PositionFigures(
             i + 1,
-            ratio_or_none(top.sum(), rounds.sum()),
-            ratio_interval(top, rounds, SEED),
-            None if reached is None else ratio_or_none(top.sum(), reached[:, i].sum()),
-            None if reached is None else ratio_interval(top, reached[:, i], SEED),
+            Ratio(top, rounds).estimate(SEED),
+            Estimate() if reached is None else Ratio(top, reached[:, i]).estimate(SEED),
         )
         for i, top in enumerate([] if accepted is None else accepted.T)
     ]
@@ -160,19 +146,12 @@ def _by_prompt(log: EngineLog) -> dict[str, RequestCounts]:
 
 
 @dataclass(frozen=True)
-class LogDifference:
-    """What a figure of the first log has more than that of the second."""
-
-    difference: float | None
-    ci: Interval
-
-
-@dataclass(frozen=True)
 class LogComparison:
     """What two logs show of their difference."""
 
     prompts: int
-    differences: dict[str, LogDifference]  # by the names of figures
+    differences: dict[str, Estimate]
+    """By the names of figures, what that of the first log has more than that of the second."""
     p_value: float  # of the difference in τ
     power: float
     detectable_difference: float | None
@@ -183,7 +162,7 @@ class LogComparison:
     def verdict(self) -> str:
         """One sentence on the two values of τ."""
         tau, n, detects = self.differences["tau"], self.prompts, self.detectable_difference
-        difference = tau.difference
+        difference = tau.value
         if tau.ci is None or detects is None:
             if difference == 0:
                 return "these two numbers are the same: the difference is 0"
@@ -199,24 +178,23 @@ class LogComparison:
         return f"{text}, p = {self.p_value:.2g}; {more}these {n} would show one of {detects:.3f}"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict}
+        apart = {name: {"difference": x.value, "ci": x.ci} for name, x in self.differences.items()}
+        return {**to_json(self), "differences": apart, "verdict": self.verdict}
 
 
 def compare(a: EngineLog, b: EngineLog) -> LogComparison:
     """What the logs show of their difference a − b in τ, with the power of the test, and the same figures' others."""
     pair = match_prompts(a, b)
     first, second = (ratios(requests) for requests in pair)
-    differences = {}
-    for name in sorted(first.keys() & second.keys()):
-        apart = paired_difference(Ratio(*first[name]), Ratio(*second[name]), SEED)
-        differences[name] = LogDifference(*apart)
+    shared = sorted(first.keys() & second.keys())
+    differences = {name: paired_difference(first[name], second[name], SEED) for name in shared}
     n = len(pair[0])
     counts = [np.array([(r.rounds, r.accepted) for r in requests]) for requests in pair]
     if min(x[:, 0].sum() for x in counts) == 0:
         raise UserError("one of the logs has no round: there is nothing to compare")
     test = run_permutation_test(counts[0], counts[1], level=LEVEL, seed=SEED).parts[-1]
     detects = test.detects if 2.0 ** (1 - n) < LEVEL and test.error > 0 else None
-    needed, tau = None, differences["tau"].difference
+    needed, tau = None, differences["tau"].value
     if detects is not None and tau:
         needed = math.ceil(n * (detects / abs(tau)) ** 2)
     return LogComparison(n, differences, test.p_value, POWER, detects, needed)

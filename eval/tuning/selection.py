@@ -11,10 +11,10 @@ from eval.benchmark.timing import TimingResult
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.latency import LatencyMs, Spread
-from eval.metrics.speedup_model import (
-    fit_speedup_model,
+from eval.metrics.round_cost import (
     is_precise,
     pooled_round_speedup,
+    predict_round_speedups,
     recommended_k_range,
     round_speedup,
     seconds_of_rounds,
@@ -85,15 +85,6 @@ def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[Swee
     return cells
 
 
-def calibration_lengths(ks: Sequence[int], wanted: Sequence[int]) -> tuple[int, int] | None:
-    """The two draft lengths to predict from: the wanted ones, or else the second and the last; None below three."""
-    measured = sorted(set(ks))
-    if len(measured) < 3:
-        return None
-    short, long = wanted
-    return (short, long) if {short, long} <= set(measured) else (measured[1], measured[-1])
-
-
 def cross_validated_predictions(
     records: Mapping[int, Sequence[DecodeRecord]],
     wanted: Sequence[int],
@@ -104,22 +95,24 @@ def cross_validated_predictions(
 
     `records` are by draft length, 0 for plain decoding; `place` are the fields that say of what. A prediction uses only
     plain rounds and those of two draft lengths, on the half that calibrates. These two, and cells whose measured
-    interval is too wide to judge by, are not `counted`.
+    interval is too wide to judge by, are not `counted`. The two are the `wanted` ones, or else the second and the last;
+    with fewer than three lengths there is no prediction.
     """
-    two = calibration_lengths([k for k in records if k > 0], wanted)
-    if two is None:
+    lengths = sorted(k for k in records if k > 0)
+    if len(lengths) < 3:
         return []
+    two = wanted if {*wanted} <= {*lengths} else (lengths[1], lengths[-1])
     cells = []
     for fold in (0, 1):
         calibration = {k: records[k][fold::2] for k in (0, *two)}
         if any(Acceptance.of(own).rounds.sum() == 0 for own in calibration.values()):
             continue
-        model = fit_speedup_model(calibration[0], *((k, calibration[k]) for k in two))
+        short, long = ((k, calibration[k]) for k in two)
+        predictions = predict_round_speedups(calibration[0], short, long, lengths)
         plain = records[0][1 - fold :: 2]
-        for k in sorted(k for k in records if k > 0):
+        for k, predicted in predictions.items():
             measured = round_speedup(plain, records[k][1 - fold :: 2], seed)
             if measured.value is not None:
-                predicted = model.speedup(k)
                 error = abs(predicted / measured.value - 1)
                 counted = is_precise(measured) and k not in two
                 cells.append(

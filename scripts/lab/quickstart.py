@@ -16,8 +16,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common.files import write_atomically
+from eval.metrics.acceptance import over_best_arm
 from eval.metrics.bootstrap import ALL_TASKS
-from eval.metrics.rivals import over_best_arm
 from eval.reporting.formatting import format_estimate, format_number, format_speedup
 
 if TYPE_CHECKING:

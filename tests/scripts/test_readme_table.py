@@ -9,7 +9,7 @@ import pytest
 from decode.common.errors import UserError
 from decode.common.typed_json import from_json
 from eval.reporting import readme_table
-from eval.reporting.headline import rivals_of
+from eval.reporting.readme_table import rivals_of
 from eval.results.report import EvalReport
 from tests import drafts, worlds
 

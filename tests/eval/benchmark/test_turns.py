@@ -23,7 +23,7 @@ from eval.benchmark.machine_load import TurnEvidence
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.benchmark.turns import EngineAnswer
-from eval.metrics.speedup_model import round_speedup
+from eval.metrics.round_cost import round_speedup
 from eval.results.report import sections_of
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.selection import select_fastest_settings, sweep_cells

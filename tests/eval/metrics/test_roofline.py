@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.common.typed_json import Estimate
 from decode.model.compatibility import cache_name
 from eval.metrics import roofline
 from eval.metrics.roofline import GPU_SPECS, ModelSize
+from eval.reporting.figures import roofline_tokens_per_second
 from eval.results.report import ModelSizes, read_report
 from tests.tiny import tiny_model
 
@@ -20,10 +22,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_worked_examples() -> None:
     """Catches bits for bytes, and K drafts read once: 70 B in fp16 on 2 TB/s gives 14.3 tokens/s."""
-    assert roofline.speculative_ceiling(2e12, 70e9 * 2, 0, 0, 1) == pytest.approx(14.3, abs=0.05)
-    assert roofline.speculative_ceiling(2e12, 140e9, 2e9, 5, 3.69) == pytest.approx(
-        3.69 * 2000 / 150
-    )
+    saved = read_report(ROOT / "docs/results/smollm2.json").methods[0]
+    sizes = ModelSizes(ModelSize(70_000_000_000, 0), {"m": ModelSize(1_000_000_000, 0)})
+    plain = replace(saved, name="plain", k=0, tau=Estimate(1.0), dtype="float16")
+    drafted = replace(plain, name="m", k=5, tau=Estimate(3.69))
+    assert roofline_tokens_per_second(plain, sizes, 2e12) == pytest.approx(14.3, abs=0.05)
+    assert roofline_tokens_per_second(drafted, sizes, 2e12) == pytest.approx(3.69 * 2000 / 150)
     h100 = GPU_SPECS["NVIDIA H100 80GB HBM3"]
     assert roofline.ridge_point(h100, 2) == pytest.approx(295, abs=1)  # 989 TFLOP/s ÷ 3.35 TB/s
     assert roofline.ridge_point(h100, 1) == pytest.approx(148, abs=1)

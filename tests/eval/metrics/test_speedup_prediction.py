@@ -7,7 +7,7 @@ import pytest
 
 from decode.engine.records import DecodeRecord
 from eval.metrics.acceptance import speedup
-from eval.metrics.speedup_model import (
+from eval.metrics.round_cost import (
     PromptRounds,
     StepCost,
     fit_step_cost,

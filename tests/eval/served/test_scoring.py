@@ -166,17 +166,17 @@ def test_two_logs_that_are_not_apart() -> None:
     b = log([(10, 18), (10, 9), (10, 28), (10, 0), (10, 25), (10, 4), (10, 16), (10, 8)])
     found = compare(a, b)
     tau = found.differences["tau"]
-    assert tau.difference == pytest.approx(float(F(120 - 108, 80)))
+    assert tau.value == pytest.approx(float(F(120 - 108, 80)))
     low, high = tau.ci
-    assert low < 0 < tau.difference < high
+    assert low < 0 < tau.value < high
     assert found.p_value > 0.05
     detects = found.detectable_difference
-    assert detects > tau.difference
+    assert detects > tau.value
     needed = found.prompts_needed
-    assert 8 * (detects / tau.difference) ** 2 <= needed < 8 * (detects / 0.15) ** 2 + 1
+    assert 8 * (detects / tau.value) ** 2 <= needed < 8 * (detects / 0.15) ** 2 + 1
     assert found.verdict.startswith("these two numbers are not apart: the difference 0.150 is within [")  # fmt: skip
     assert f"{needed:,} prompts would show it; these 8 would show one of" in found.verdict
-    rate = found.differences["acceptance_rate"].difference
+    rate = found.differences["acceptance_rate"].value
     assert rate == pytest.approx(12 / 320)
 
 
@@ -185,11 +185,11 @@ def test_two_logs_that_are_apart() -> None:
     a = log([(10, 20 + i) for i in range(12)])
     b = log([(10, 10 + i) for i in range(12)])
     found = compare(a, b)
-    assert found.differences["tau"].difference == pytest.approx(1.0)
+    assert found.differences["tau"].value == pytest.approx(1.0)
     assert found.p_value == pytest.approx(2 / 2**12)
     assert found.verdict.startswith("these two numbers are apart: the difference 1.000")
     backwards = compare(b, a)
-    assert backwards.differences["tau"].difference == pytest.approx(-1.0)
+    assert backwards.differences["tau"].value == pytest.approx(-1.0)
     assert "are apart" in backwards.verdict
 
 

@@ -24,7 +24,7 @@ from eval.benchmark import timing
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only
-from eval.metrics.speedup_model import recommended_k_range
+from eval.metrics.round_cost import recommended_k_range
 from eval.results.report import TreeRecord
 from eval.results.tuned import PredictedCell, TunedReport
 from eval.settings.evaluation import MethodConfig, TuneConfig

@@ -3,20 +3,32 @@
 import pytest
 
 from decode.engine.records import DecodeRecord
-from eval.metrics.speedup_model import (
+from eval.metrics.round_cost import (
     RoundCost,
-    SpeedupModel,
-    fit_round_cost,
-    fit_speedup_model,
+    expected_tokens,
     is_precise,
+    predict_round_speedups,
     round_speedup,
 )
 
 
 def test_cost_line() -> None:
     """Catches slope and intercept swapped."""
-    cost = fit_round_cost((2, 8.0), (6, 12.0))
+    cost = RoundCost.through((2, 8.0), (6, 12.0))
     assert cost == RoundCost(6.0, 1.0)
+    assert cost.at(10) == 16.0
+
+
+def test_expected_tokens() -> None:
+    """Catches α past the first position taken for α of a round, and a bonus token that is forgotten. Past the known
+    positions each is worth its share of the one before."""
+    assert expected_tokens([0.5] + [0.25] * 5, 8) == pytest.approx(1 + 0.5 + 0.25 * 7)
+    assert expected_tokens([0.8, 0.4], 4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
+    assert expected_tokens([0.8, 0.4], 1) == pytest.approx(1.8)
+    for k in (1, 2, 7):  # of α alone, Leviathan's (1 − α^(K + 1)) ÷ (1 − α)
+        assert expected_tokens([0.7], k) == pytest.approx((1 - 0.7 ** (k + 1)) / 0.3)
+    assert expected_tokens([0.0], 4) == 1.0
+    assert expected_tokens([0.0, 0.0], 4) == 1.0
 
 
 def sample(number: int, rounds: list[tuple[int, int]], ms: float, task: str = "t") -> DecodeRecord:
@@ -38,14 +50,11 @@ def test_calibration_gives_back_an_exact_law() -> None:
         return [sample(i, rounds, 10 + 2 * k) for i in range(3)]
 
     plain = [sample(i, [(0, 0)] * 12, 11) for i in range(3)]
-    model = fit_speedup_model(plain, (2, at(2)), (6, at(6)))
-    assert model.unconditional_acceptance == pytest.approx([0.5] + [0.25] * 5)
+    found = predict_round_speedups(plain, (2, at(2)), (6, at(6)), (1, 2, 3, 5, 6, 8))
     for k in (1, 2, 3, 5, 6):
-        assert model.speedup(k) == pytest.approx(round_speedup(plain, at(k)).value)
-    # past the positions that were seen, each is worth its share of the one before: here all of it
-    assert model.tokens(8) == pytest.approx(1 + 0.5 + 0.25 * 7)
-    falling = SpeedupModel([0.8, 0.4], RoundCost(1, 1), 1)
-    assert falling.tokens(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
+        assert found[k] == pytest.approx(round_speedup(plain, at(k)).value)
+    # past the positions that were seen, each is worth as much as the one before
+    assert found[8] == pytest.approx(11 * (1 + 0.5 + 0.25 * 7) / (10 + 2 * 8))
 
 
 def test_speedup_of_rounds_pools_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Predicts speed-ups: of a draft length in rounds, and of whole requests.
+"""What a round takes and gives: predicted speed-ups of a draft length in rounds, and of whole requests.
 
 Leviathan et al. 2023 (arXiv 2211.17192) take verification as free; here the cost of a round is a straight line in K
 through rounds that were measured inside the decoding loop.
@@ -10,7 +10,7 @@ something that this account of a request leaves out.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from decode.common.typed_json import Estimate
 from decode.engine.records import DecodeRecord
 from eval.metrics.acceptance import Acceptance
-from eval.metrics.bootstrap import MS_PER_SECOND, Ratio, paired_ratio, ratio_or_none
+from eval.metrics.bootstrap import MS_PER_SECOND, Ratio, paired_ratio, quotient, ratio_or_none
 
 MAX_RELATIVE_HALF_WIDTH = 0.1
 """A prediction is not judged by a measured speed-up whose interval is wider than ± this share of it."""
@@ -26,66 +26,56 @@ MAX_RELATIVE_HALF_WIDTH = 0.1
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.
+    """What a round takes as a straight line in K: milliseconds, bytes that it reads, or steps of the target.
 
-    Each further draft step and verified token costs about the same. Micro-benchmarks outside the loop are off by
-    16-25 %.
+    Each further draft step and verified token costs about the same. Of milliseconds it goes through rounds measured
+    inside the decoding loop; micro-benchmarks outside it are off by 16-25 %.
     """
 
-    fixed_ms: float
-    per_token_ms: float
+    fixed: float
+    per_token: float
 
-    def ms_at(self, k: int) -> float:
-        return self.fixed_ms + self.per_token_ms * k
+    @classmethod
+    def through(cls, short: tuple[int, float], long: tuple[int, float]) -> "RoundCost":
+        """Through two measured points (K, what a round took)."""
+        per_token = (long[1] - short[1]) / (long[0] - short[0])
+        return cls(short[1] - per_token * short[0], per_token)
 
-
-def fit_round_cost(short: tuple[float, float], long: tuple[float, float]) -> RoundCost:
-    """Through two measured points (K, milliseconds a round)."""
-    per_token = (long[1] - short[1]) / (long[0] - short[0])
-    return RoundCost(short[1] - per_token * short[0], per_token)
-
-
-@dataclass(frozen=True)
-class SpeedupModel:
-    """Speed-up of any draft length, fitted to plain rounds and rounds at two draft lengths."""
-
-    unconditional_acceptance: list[float]
-    """P(position i is accepted) in a round, i = 1, 2, …: not conditional, so that rounds without a draft count."""
-    cost: RoundCost
-    plain_ms: float
-
-    def tokens(self, k: int) -> float:
-        """Tokens per round at K = k. Past the measured positions, acceptance falls by the last measured ratio."""
-        last = self.unconditional_acceptance[-1]
-        falls = (
-            last / self.unconditional_acceptance[-2]
-            if len(self.unconditional_acceptance) > 1 and self.unconditional_acceptance[-2] > 0
-            else last
-        )
-        more = [last * falls**i for i in range(1, k - len(self.unconditional_acceptance) + 1)]
-        return 1 + sum([*self.unconditional_acceptance[:k], *more])
-
-    def speedup(self, k: int) -> float:
-        """Predicted speed-up of rounds, without prefill."""
-        return self.plain_ms * self.tokens(k) / self.cost.ms_at(k)
+    def at(self, k: int) -> float:
+        return self.fixed + self.per_token * k
 
 
-def fit_speedup_model(
+def expected_tokens(acceptance: Sequence[float], k: int) -> float:
+    """Tokens that a round gives with K = `k`: the target's own, and each drafted one with the probability that position
+    1, 2, … is accepted in a round (not given that it was reached).
+
+    Past the known positions this falls by the last known ratio: of [α] they are 1 + α + … + α^k.
+    """
+    last = acceptance[-1]
+    falls = last / acceptance[-2] if len(acceptance) > 1 and acceptance[-2] > 0 else last
+    more = [last * falls**i for i in range(1, k - len(acceptance) + 1)]
+    return 1 + sum([*acceptance[:k], *more])
+
+
+def predict_round_speedups(
     plain: Sequence[DecodeRecord],
     short: tuple[int, Sequence[DecodeRecord]],
     long: tuple[int, Sequence[DecodeRecord]],
-) -> SpeedupModel:
-    """From records whose rounds were interleaved: plain ones, and (K, records) for a small and a large K.
+    lengths: Iterable[int],
+) -> dict[int, float]:
+    """{K: predicted speed-up of its rounds, without prefill}, from records whose rounds were interleaved: plain ones,
+    and (K, records) for a small and a large K.
 
-    Positions that both draft lengths have are pooled.
+    Positions that both draft lengths have are pooled. Rounds without a draft count as such.
     """
     few, many = (Acceptance.of(records, k) for k, records in (short, long))
     taken, rounds = many.accepted_at.sum(0), np.full(long[0], many.rounds.sum())
     taken[: short[0]] += few.accepted_at.sum(0)
     rounds[: short[0]] += few.rounds.sum()
     gains = [float(a) / float(r) for a, r in zip(taken, rounds, strict=True)]
-    line = fit_round_cost((short[0], mean_round_ms(short[1])), (long[0], mean_round_ms(long[1])))
-    return SpeedupModel(gains, line, mean_round_ms(plain))
+    cost = RoundCost.through(*((k, mean_round_ms(records)) for k, records in (short, long)))
+    plain_ms = mean_round_ms(plain)
+    return {k: plain_ms * expected_tokens(gains, k) / cost.at(k) for k in lengths}
 
 
 def mean_round_ms(records: Sequence[DecodeRecord]) -> float:
@@ -117,8 +107,7 @@ def pooled_round_speedup(
     plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]
 ) -> float | None:
     """`round_speedup` without its interval."""
-    slow, fast = seconds_of_rounds(plain).value, seconds_of_rounds(records).value
-    return None if slow is None or not fast else slow / fast
+    return quotient(seconds_of_rounds(plain).value, seconds_of_rounds(records).value)
 
 
 STRONG_ALPHA, STRONG_DRAFT_LENGTHS = 0.8, (7, 10)
@@ -218,7 +207,6 @@ def predict_speedup(
     """(the predicted speed-up, why there is none): one of them is None. `plain` holds the prompts of `own`."""
     if plain_cost is None or cost is None:
         return None, "no step was timed"
-    slow, fast = predict_ms_per_token(plain, plain_cost), predict_ms_per_token(own, cost)
-    if slow is None or not fast:
-        return None, "too few prompts with rounds to predict one half from the other"
-    return slow / fast, None
+    found = quotient(predict_ms_per_token(plain, plain_cost), predict_ms_per_token(own, cost))
+    few = "too few prompts with rounds to predict one half from the other"
+    return found, few if found is None else None
