@@ -16,7 +16,7 @@ from decode.engine.records import DecodeRecord
 from decode.model.loading import adopt_tokenizer
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
-from eval.benchmark.journal import open_journal
+from eval.benchmark.config import open_journal
 from eval.benchmark.methods import Method, build_methods, draft_checksums
 from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate

@@ -107,7 +107,7 @@ class Target:
     """Ids that end a text; empty when the model has none."""
     dtype: str | None = None
     """What is computed in: a key of DTYPES."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
     """Which of its chat templates the tokenizer renders with, and the arguments; {}: its own."""
 
     @cached_property
@@ -135,7 +135,7 @@ class Target:
     def describe(self) -> TargetRecord:
         name, commit = recorded_name(self.name)
         named: dict[str, Any] = {"name": name, "revision": self.revision or commit}
-        named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
+        named |= {"tokenizer": self.fingerprint, "template": self.template or None}
         return TargetRecord(**named | to_json(self.identity))
 
     @property

@@ -21,7 +21,7 @@ from decode.serving.running import vllm_client
 from eval.served import audit as drafts
 from eval.served import parity
 from eval.served.audit import ServedCounts
-from eval.served.logs import read_log
+from eval.served.scoring import read_log
 from eval.settings.served import AuditConfig, RefereeConfig
 from eval.tasks.loading import load_task_prompts
 

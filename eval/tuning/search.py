@@ -21,7 +21,7 @@ from decode.common.typed_json import to_json
 from decode.engine.engine import pick_mode
 from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
-from eval.benchmark.journal import earlier_targets, open_journal
+from eval.benchmark.config import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import Acceptance
