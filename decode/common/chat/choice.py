@@ -115,8 +115,8 @@ def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
         for key, value in arguments.items()
     )
     made = copy.copy(tokenizer)
-    texts = {key: defaults + text for key, text in _texts(chosen).items()}
-    made.chat_template = texts if isinstance(chosen, dict) else texts.get("")
+    texts = {key: defaults + text for key, text in chosen.items()}
+    made.chat_template = texts.get("", texts or None)
     return made
 
 
@@ -127,7 +127,7 @@ def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
         raise UserError(
             f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
         )
-    names = [names_in(text) for text in _texts(_chosen(tokenizer.chat_template, name)).values()]
+    names = [names_in(text) for text in _chosen(tokenizer.chat_template, name).values()]
     known = ", ".join(sorted({key for one in names for key in one.arguments}))
     for key in arguments:
         if not any(one.read is None or key in one.read for one in names):
@@ -135,21 +135,16 @@ def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
             raise UserError(f"--template: the chat template does not read {key}; {reads}")
 
 
-def _texts(chosen: str | dict[str, str] | None) -> dict[str, str]:
-    """{name: template}; the name of an only one is ""."""
-    return chosen if isinstance(chosen, dict) else {} if chosen is None else {"": chosen}
-
-
-def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str] | None:
-    """The template of that name; without a name those that are taken by default."""
+def _chosen(own: str | dict[str, str] | None, name: str) -> dict[str, str]:
+    """{"": the template of that name}; without a name those that are taken by default, {} for no template."""
     if name == NONE or own is None:
-        return None
+        return {}
     if not isinstance(own, dict):
         if name in ("", DEFAULT):
-            return own
+            return {"": own}
         others = "it has one, unnamed"
     elif name in own:
-        return own[name]
+        return {"": own[name]}
     elif not name and DEFAULT in own:
         return {key: own[key] for key in (DEFAULT, TOOL_USE) if key in own}
     else:
