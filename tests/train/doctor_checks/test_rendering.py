@@ -136,7 +136,7 @@ def test_what_is_kept_of_a_row(tmp_path: Path) -> None:
     assert row.asked != ""
     kept = row.kept()
     assert {"ids", "text", "asked", "messages"} <= vars(row).keys()
-    assert vars(kept).keys() == {"id", "row", "tokenizer", "template", "chosen"}
+    assert vars(kept).keys() == {"id", "row", "chat", "template", "chosen"}
     assert not np.shares_memory(np.asarray(kept.row["input_ids"]), np.asarray(row.row["input_ids"]))
     assert (kept.ids, kept.text, kept.spans) == (row.ids, row.text, row.spans)
 
