@@ -7,11 +7,11 @@ from rich.control import strip_control_codes
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from decode.common.chat_template import encode_prompt
+from decode.checkpoints.draft_folder import trained_templates
+from decode.common.chat.choice import with_template
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.target_settings import ConstraintConfig
-from decode.common.template_choice import with_template
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_target
 from decode.drafts.registry import pick_draft
@@ -23,7 +23,6 @@ from decode.engine.engine import pick_mode, speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.engine.text_stream import LabelledText, TextStream
-from decode.engine.trained_template import use_template
 from decode.model.loading import Target, adopt_tokenizer, usual_dtype
 
 ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"
@@ -72,7 +71,7 @@ def print_text(console: Console, text: str, style: str = "") -> None:
 def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
     """The prompt's ids, and the inputs of the images in these files. UserError for a target that reads text only."""
     if not images:
-        return ImagePrompt(encode_prompt(target.tokenizer, text), {})
+        return ImagePrompt(target.chat.encode(text), {})
     if not target.runner.takes_images:
         raise UserError(
             f"target {target.name!r} reads text only: leave --image out, or choose a vision-language target"
@@ -96,7 +95,7 @@ def generate(s: GenerateConfig) -> None:
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
     dtype = usual_dtype(s.target, s.device, s.revision) if s.dtype == "auto" else s.dtype
     loaded = load_target(s.placement, s.target, s.device, dtype, s.revision)
-    target = use_template(loaded, s.template, [s.draft])
+    target = loaded.with_template(s.template, trained_templates([s.draft]))
     check_draft_length(target, s.k)
     draft = (
         open_search(target, s.swift, s.state)

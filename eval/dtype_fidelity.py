@@ -16,7 +16,6 @@ from decode.common.target_record import TargetRecord
 from decode.common.typed_json import Estimate, to_json
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
-from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.model.quantized.conversion import INT4_TARGET
 from decode.model.vocabularies import check_embedded
@@ -230,7 +229,7 @@ def entry(
 
 def compare_dtypes(s: FidelityConfig, console: Console) -> tuple[list[FidelityEntry], int, int]:
     """(an entry for each dtype, texts, tokens of their answers)."""
-    old = use_template(load_target(s.target, s.device, s.reference, s.revision), s.template, [])
+    old = load_target(s.target, s.device, s.reference, s.revision).with_template(s.template)
     items = scored_prompts(s, old)
     texts = answered_texts(s, old)
     if not texts:

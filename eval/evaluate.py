@@ -19,8 +19,8 @@ from decode.distributed.placement import load_model, load_target
 from decode.engine.engine import pick_mode
 from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
-from eval.benchmark import baselines, multi_turn, timing, untimed_passes
-from eval.benchmark.journal import earlier_targets
+from eval.benchmark import baselines, timing, untimed_passes
+from eval.benchmark.config import earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
@@ -101,7 +101,9 @@ def evaluate(
 
     `drafted` are the methods of the settings (`build_methods`), beside which plain decoding is measured.
     """
-    items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
+    items, undecodable = untimed_passes.load_eval_prompts(
+        s.tasks, target, s.max_new_tokens, journal
+    )
     if not items:
         first_bad = undecodable[0]
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
@@ -356,7 +358,7 @@ def _compare_acceptance(work: EvalContext) -> list[AlphaDifference]:
     if not wanted:
         return []
     tasks = [replace(task, limit=comparison.prompts) for task in s.tasks]
-    items, _ = multi_turn.load_eval_prompts(tasks, work.target, s.max_new_tokens, work.journal)
+    items, _ = untimed_passes.load_eval_prompts(tasks, work.target, s.max_new_tokens, work.journal)
     bar = work.progress.add_task("comparisons", total=len(wanted) * len(items))
     advance = partial(work.progress.advance, bar)
     records = {m.name: _decode_for_acceptance(work, m, items, advance) for m in wanted}

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import trained_templates
 from decode.common import files, run_dir
 from decode.common.progress import progress_bars
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_target
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
-from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import adopt_tokenizer
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
-from eval.benchmark.journal import open_journal
+from eval.benchmark.config import open_journal
 from eval.benchmark.methods import Method, build_methods, draft_checksums
 from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
@@ -79,7 +79,7 @@ def measure(s: EvalConfig) -> None:
     """Measures the methods and writes the report, or goes on where an earlier start stopped."""
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
-    target = use_template(loaded, s.template, [m.draft for m in s.methods])
+    target = loaded.with_template(s.template, trained_templates(m.draft for m in s.methods))
     if s.original:
         check_original(s.original, target)
     build_matcher(s.constraint, target)
@@ -91,7 +91,7 @@ def measure(s: EvalConfig) -> None:
     with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(s)) as run:
         out = run.path
         checksums = draft_checksums(s.methods)
-        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, target.rendering_identity, checksums, s.allow_changed)
         for line in forms:
             Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
         with progress_bars() as progress:

@@ -80,7 +80,7 @@ def write_manifest(
         target=name,
         revision=reader.revision or commit,
         tokenizer_hash=reader.fingerprint,
-        chat_template_hash=reader.chat_template_hash,
+        chat_template_hash=reader.chat.hash,
         sampling=sampling if s.origin == "target" else {},
         seed=s.seed,
         counts=counts,
@@ -171,7 +171,7 @@ def load_engine(
         if s.engine == "vllm":
             folder = model_folder(s.target, "target", s.revision)
             identity = model_fingerprint(folder, s.revision, VLLM_DTYPE + s.dtype)
-        identity = replace(identity, chat_template=reader.chat_template_hash)
+        identity = replace(identity, chat_template=reader.chat.hash)
         context = min(reader.context, server.context or reader.context)
         reader = replace(reader, context=context, identity=identity)
         return reader, partial(server_engine.generate_answers, s, server, reader)
@@ -182,7 +182,7 @@ def load_engine(
     if draft is not None:
         check_request(draft, s.k, s.sampling)
     engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
-    identity = replace(target.identity, chat_template=reader.chat_template_hash)
+    identity = replace(target.identity, chat_template=reader.chat.hash)
     context, embedded = target.runner.context, target.runner.embedding_rows
     reader = replace(reader, context=context, eos=target.eos, identity=identity, embedded=embedded)
     return reader, partial(local_engine.generate_answers, s, engine, identity)

@@ -4,12 +4,14 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
 from decode.common import run_dir
-from decode.common.chat_template import Messages, encode_prompt
+from decode.common.chat.choice import Messages
+from decode.common.chat.probe import user
+from decode.common.chat.render import ChatTemplate
 from decode.common.damage import read_log
 from decode.common.errors import UserError, naming
 from decode.common.files import write_atomically
@@ -17,7 +19,6 @@ from decode.common.progress import progress_bars
 from decode.common.target_record import ModelFingerprint, difference
 from decode.common.typed_json import from_json, to_json
 from decode.engine.engine import speculate
-from decode.engine.trained_template import use_template
 from decode.model.loading import Target, adopt_tokenizer, load_target
 from decode.model.vocabularies import check_embedded
 from train.sampling.config import WritePromptsConfig
@@ -49,14 +50,15 @@ class WrittenPrompt:
     """What wrote it; earlier versions named none."""
 
 
-def user_turn(tokenizer: Any, system: str) -> UserTurn:
+def user_turn(template: ChatTemplate, system: str) -> UserTurn:
     """UserError if the tokenizer has no chat template, or one that begins a user's turn with nothing or ends it with
     plain text."""
+    tokenizer = template.tokenizer
     if tokenizer.chat_template is None:
         raise UserError(
             "the target's tokenizer has no chat template: use an instruction-tuned target"
         )
-    text = tokenizer.decode(encode_prompt(tokenizer, chat(system, MARK)))
+    text = tokenizer.decode(template.encode(chat(system, MARK)))
     before, found, after = text.rpartition(MARK)
     beginning, ending = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
@@ -73,12 +75,12 @@ def user_turn(tokenizer: Any, system: str) -> UserTurn:
 
 def chat(system: str, asked: str) -> Messages:
     messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": asked}]
+    return [*messages, user(asked)]
 
 
 def user_turns(s: WritePromptsConfig, target: Target) -> list[UserTurn]:
     """`user_turn` of each system message. UserError for one that leaves no room in the target's context."""
-    turns = [user_turn(target.tokenizer, system) for system in s.systems]
+    turns = [user_turn(target.chat, system) for system in s.systems]
     for number, (ids, _) in enumerate(turns):
         check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
         if len(ids) >= target.runner.context:
@@ -155,7 +157,7 @@ def write(s: WritePromptsConfig) -> None:
     if not s.systems:
         raise UserError("systems is empty: give a system message, or [''] for the template's own")
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
-    target = use_template(load_target(s.target, s.device, s.dtype, s.revision), s.template)
+    target = load_target(s.target, s.device, s.dtype, s.revision).with_template(s.template)
     turns = user_turns(s, target)
     out = Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, [s.target]):

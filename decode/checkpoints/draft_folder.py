@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ def read_metadata(path: str) -> DraftMetadata:
     if not file.is_file():
         return DraftMetadata()
     return read_object(DraftMetadata, file, "what train/distill.py writes beside a draft")
+
+
+def trained_templates(drafts: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """{draft: the settings of the chat template that its training prompts were rendered with, the most frequent first};
+    of drafts (folders or other names) only those of which they are written down."""
+    found = {draft: read_metadata(draft).templates for draft in drafts if draft}
+    return {draft: templates for draft, templates in found.items() if templates}
 
 
 def draft_sha256(path: str) -> str | None:

@@ -7,7 +7,7 @@ executed: of pickles only tensors are read.
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from decode.checkpoints.block_layouts import DFLASH, DSPARK
 from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.eagle_layouts import EAGLE1, EAGLE3, PEAGLE
-from decode.checkpoints.eight_bit import dequantized
 from decode.checkpoints.head_layouts import EXIT, MEDUSA, MTP
-from decode.checkpoints.layouts import HeadConfig, Layout, Tensors
-from decode.common.errors import UserError, disk_error
+from decode.checkpoints.layouts import VOCAB_MAPS, HeadConfig, Layout, Tensors
+from decode.common.errors import UserError, disk_error, first_line
 from decode.common.files import read_json_object
+from decode.model.formats.packed_weights import METHODS, plain_weights
 from decode.model.loading import Target, adapter_folder
 from decode.model.names import check_name, load_error
 
@@ -49,6 +49,8 @@ DOWNLOAD_PATTERNS = (
 """The files downloaded from a repository on the Hub, and pickles if none of these holds weights."""
 MTP_NAME = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 """What the names of MTP layers hold in layouts other than ours: Qwen3-Next, Qwen3.5, MiMo, ERNIE, LongCat."""
+WHOLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+"""Dtypes of tensors that are what they say: weights, and buffers."""
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 """File names that are accepted from an index. It comes from others, so it must not name a path."""
 
@@ -255,3 +257,32 @@ def _with_read_layers(layout: Layout, config: HeadConfig, tensors: Tensors) -> D
             f"config.json names {what}, of states of size {width}, and fc.weight reads {columns} numbers: correct it"
         )
     return DraftCheckpoint(layout.family, config, tensors)
+
+
+def dequantized(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """The tensors with every weight in float32 that was in eight bits or fewer; the same object where none was.
+
+    The tensors decide, not config.json: trainers copy the target's `quantization_config` into configs of heads that are
+    not quantised, and write heads in eight bits without any.
+    UserError that names the method for a form that is not read, and for weights without a scale: their bare numbers
+    would be another model."""
+    maps = {n: v for n, v in tensors.items() if n.rpartition(".")[2] in (*VOCAB_MAPS, "token_map")}
+    others = {name: value for name, value in tensors.items() if name not in maps}
+    if all(value.dtype in WHOLE for value in others.values()):
+        return tensors
+    q = config.get("quantization_config") or {}
+    method = str(q.get("quant_method") or "")
+    if method not in METHODS:
+        q = q | {"quant_method": "fp8"}  # scales beside the weights, of which int8 has the same
+    try:
+        reason = METHODS[q["quant_method"]].refusal(q)
+        if reason:
+            raise UserError(f"it {reason}: take the draft as it was before it was quantised")
+        return maps | dict(plain_weights(others, q))
+    except UserError as error:
+        by = f"quantised by {method}" if method else "in few bits, and config.json names no method"
+        raise UserError(f"its weights are {by}, and cannot be read: {error}") from error
+    except Exception as error:  # damaged tensors fail in any of a dozen ways
+        raise UserError(
+            f"its quantised weights cannot be read ({first_line(error)}): restore its files"
+        ) from error

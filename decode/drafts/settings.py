@@ -6,6 +6,7 @@ Nothing here imports torch: commands say their --help at once.
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+from decode.common.chat.choice import TrainedTemplate
 from decode.common.ranges import (
     Count,
     CountOrZero,
@@ -17,7 +18,6 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
-from decode.common.template_choice import TrainedTemplate
 
 """Default of the setting `confidence` of drafts whose length adapts."""
 MAX_BRANCHES = 16

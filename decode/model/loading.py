@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from transformers import (
 from transformers.utils import logging
 
 from decode.common import damage
+from decode.common.chat.choice import TemplateSetting
+from decode.common.chat.render import ChatTemplate, Trained
 from decode.common.errors import UserError, disk_error
 from decode.common.files import find_bundled, read_json_object
 from decode.common.machine import return_freed_memory
@@ -105,8 +107,19 @@ class Target:
     """Ids that end a text; empty when the model has none."""
     dtype: str | None = None
     """What is computed in: a key of DTYPES."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
     """Which of its chat templates the tokenizer renders with, and the arguments; {}: its own."""
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.template)
+
+    def with_template(
+        self, setting: TemplateSetting | None, trained: Trained | None = None
+    ) -> "Target":
+        """The target that renders chats as `ChatTemplate.chosen` says."""
+        chat = ChatTemplate.chosen(self.tokenizer, setting, trained)
+        return replace(self, tokenizer=chat.tokenizer, template=chat.setting)
 
     @cached_property
     def identity(self) -> ModelFingerprint:
@@ -114,10 +127,15 @@ class Target:
         folder = self.runner.model.config.name_or_path
         return model_fingerprint(folder, self.revision, self.dtype)
 
+    @property
+    def rendering_identity(self) -> ModelFingerprint:
+        """What it is, with the chat template that renders its prompts."""
+        return replace(self.identity, chat_template=self.chat.hash)
+
     def describe(self) -> TargetRecord:
         name, commit = recorded_name(self.name)
         named: dict[str, Any] = {"name": name, "revision": self.revision or commit}
-        named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
+        named |= {"tokenizer": self.fingerprint, "template": self.template or None}
         return TargetRecord(**named | to_json(self.identity))
 
     @property

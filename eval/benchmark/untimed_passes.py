@@ -1,4 +1,5 @@
-"""Passes of their own beside the timed ones: acceptance in large batches, milliseconds of steps, GPU utilisation.
+"""Passes of their own beside the timed ones: answers before later turns, acceptance in large batches, milliseconds of
+steps, GPU utilisation.
 
 Each of them would disturb a measured request: by its batch size, its clocks, or its questions to the driver.
 """
@@ -11,19 +12,23 @@ from typing import Any
 
 import torch
 
+from decode.common.journal import Journal
 from decode.drafts.mirror import MirrorDraft, OverlapCounts
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
 from decode.engine.warm_up import share_buffers
+from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
 from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.round_cost import fit_step_cost
-from eval.tasks.loading import TaskPrompt
+from eval.results.report import FailedPrompt
+from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
 from eval.tasks.stop_strings import collect_until_stop
 
+BATCH_SIZE = 16  # of prompts whose later turns need an answer
 NVML_PERIOD = 0.2
 """Seconds between two questions to NVML, whose own window is between 1/6 s and 1 s."""
 
@@ -123,3 +128,33 @@ def measure_gpu_utilisation(
     except (ImportError, RuntimeError):  # no NVML bindings, or none for this GPU
         return None
     return sum(seen) / len(seen) if seen else None
+
+
+def load_eval_prompts(
+    tasks: Sequence[Task], target: Target, max_new_tokens: int, journal: Journal
+) -> tuple[list[TaskPrompt], list[FailedPrompt]]:
+    """(every prompt of the tasks in their order, those that are too long for the context).
+
+    The history of a chat holds plain greedy decoding's answers, whatever the temperature, so that all methods and
+    temperatures are measured on the same prompts.
+    """
+
+    def answers(items: Sequence[TaskPrompt]) -> list[list[int]]:
+        keys = [["answer", item.task, item.id] for item in items]
+        missing = [i for i, key in enumerate(keys) if journal.get(key) is None]
+        for start in range(0, len(missing), BATCH_SIZE):
+            part = missing[start : start + BATCH_SIZE]
+            batch = [items[i] for i in part]
+            rounds = SpeculativeEngine(target).speculate(
+                [item.prompt_ids for item in batch], max_new_tokens=max_new_tokens
+            )
+            records = collect_until_stop(batch, rounds, target.tokenizer)
+            for i, record in zip(part, records, strict=True):
+                journal.put(keys[i], record.output_ids)
+        return [journal.get(key) for key in keys]
+
+    loaded = [item for task in tasks for item in load_task_prompts(task, target)]
+    policy: dict[str, str] = {task.name: task.too_long for task in tasks}
+    items = with_later_turns(loaded, target, policy, answers)
+    failed = [FailedPrompt(item.task, item.id, item.error) for item in items if item.error]
+    return [item for item in items if not item.error], failed

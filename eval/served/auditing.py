@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_folder import trained_templates
 from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.run_dir import open_run
 from decode.common.typed_json import to_json
-from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.serving.checker import check_engine_rules
 from decode.serving.running import vllm_client
 from eval.served import audit as drafts
 from eval.served import parity
 from eval.served.audit import ServedCounts
-from eval.served.logs import read_log
+from eval.served.scoring import read_log
 from eval.settings.served import AuditConfig, RefereeConfig
 from eval.tasks.loading import load_task_prompts
 
@@ -121,7 +121,8 @@ def audit(s: AuditConfig) -> None:
     log = None if s.served in ("vllm", "none") else read_log(s.served)
     with open_run(s, COMMAND, OUTPUTS, [s.draft, s.target, s.served]) as run:
         folder = importers.resolve_folder(s.draft)
-        target = use_template(load_target(s.target, s.device, s.dtype), s.template, [folder])
+        target = load_target(s.target, s.device, s.dtype)
+        target = target.with_template(s.template, trained_templates([folder]))
         target = replace(target, eos=frozenset())
         items = [item for task in s.tasks for item in load_task_prompts(task, target)]
         prompts = [item.prompt_ids for item in items]

@@ -9,8 +9,7 @@ from rich.table import Table
 from decode.common.files import write_atomically
 from decode.common.run_dir import check_file
 from eval.reporting.formatting import format_estimate, format_number
-from eval.served.logs import read_log
-from eval.served.scoring import LogComparison, LogFigure, LogScore, compare, score
+from eval.served.scoring import LogComparison, LogFigure, LogScore, compare, read_log, score
 
 NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
 

@@ -1,7 +1,1 @@
-"""The settings of the commands that measure, below everything that uses them.
-
-    evaluation.py  prompts, methods; eval/run.py, eval/tune.py, eval/fidelity.py
-    served.py      a draft here and in an engine: scripts/referee.py, scripts/llamacpp_parity.py, scripts/audit.py
-
-Those of the smaller commands stand in their own files. Nothing here imports torch: commands say their --help at once.
-"""
+"""The settings of commands that measure; nothing here imports torch, so that they say their --help at once."""

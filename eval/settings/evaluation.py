@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from decode.common.chat.choice import TemplateSetting, TrainedTemplate
 from decode.common.ranges import (
     MAX_DRAFT_LENGTH,
     Count,
@@ -21,7 +22,6 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import ConstraintConfig, PlacedTargetSettings, TargetSettings
-from decode.common.template_choice import TemplateSetting, TrainedTemplate
 from decode.drafts.settings import MirrorConfig, SwiftConfig
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+from decode.common.chat.choice import TrainedTemplate
 from decode.common.ranges import Count, DraftLength, DtypeName, Seed, Temperature, at_least
 from decode.common.run_dir import RunSettings
-from decode.common.template_choice import TrainedTemplate
 from eval.settings.evaluation import Task
 
 

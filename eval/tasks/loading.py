@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
+from decode.common.chat.choice import Arguments, Messages, Tools
 from decode.common.errors import UserError
 from decode.model.loading import Target
 from decode.model.vocabularies import check_embedded
@@ -181,7 +181,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
 def _encode(
     target: Target, prompt: str | Messages, tools: Tools | None, arguments: Arguments | None
 ) -> list[int]:
-    ids = encode_prompt(target.tokenizer, prompt, tools, arguments)
+    ids = target.chat.encode(prompt, tools, arguments)
     check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
     return ids
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from decode.common.chat_template import Arguments, Messages, Tools
+from decode.common.chat.choice import Arguments, Messages, Tools, check_arguments
 from decode.common.errors import UserError
 from decode.common.files import parse_json
-from decode.common.template_choice import check_arguments
 
 Content = str | tuple[str, str] | Messages
 """A text, a (prompt, answer) pair, or the messages of a chat."""

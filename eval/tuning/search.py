@@ -12,16 +12,16 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from decode.checkpoints.draft_folder import trained_templates
 from decode.common import files, provenance, run_dir
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
 from decode.common.settings import to_yaml
 from decode.common.typed_json import to_json
 from decode.engine.engine import pick_mode
-from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
-from eval.benchmark.journal import earlier_targets, open_journal
+from eval.benchmark.config import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import Acceptance
@@ -194,7 +194,7 @@ def search(s: TuneConfig) -> None:
     check_config(s)
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.target, s.device, s.dtype, s.revision)
-    target = use_template(loaded, s.template, [m.draft for m in s.methods])
+    target = loaded.with_template(s.template, trained_templates(m.draft for m in s.methods))
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
     drafts = [method.draft for method in methods]
@@ -202,7 +202,7 @@ def search(s: TuneConfig) -> None:
     console, out = Console(stderr=True), Path(s.out)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))) as run:
         checksums = draft_checksums(s.methods)
-        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, target.rendering_identity, checksums, s.allow_changed)
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
         files.write_atomically(

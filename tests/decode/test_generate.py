@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decode import continuation, generate
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.continuation import styled_spans, summary_line
 from decode.drafts.base import Draft
@@ -156,7 +157,7 @@ CYCLES: dict[str, Callable[[], tuple[Any, list[int], str]]] = {
 
 def encode_last(ids: list[int]) -> Callable[[Any, str], list[int]]:
     """A prompt of two rounds of the cycle, so that the lookup drafts."""
-    return lambda tokenizer, text: ids * 2
+    return lambda template, text: ids * 2
 
 
 @pytest.mark.parametrize("kind", CYCLES)
@@ -169,7 +170,7 @@ def test_what_is_printed_is_the_text(
     target = cycling_target(tokenizer, ids)
     monkeypatch.setattr(continuation, "load_target", lambda *args: target)
     monkeypatch.setattr(continuation, "pick_draft", pick)
-    monkeypatch.setattr(continuation, "encode_prompt", encode_last(ids))
+    monkeypatch.setattr(ChatTemplate, "encode", encode_last(ids))
     settings = GenerateConfig(prompt="PROMPT", draft=draft, k=3, max_new_tokens=5 * len(ids))
     generate.main(settings)
     assert capsys.readouterr().out == f"PROMPT{text * 5}\n"
@@ -200,7 +201,7 @@ def test_rejected_tokens_show_whole_characters_alone(
     ]
     target = replace(tiny_target(tiny_model("llama")), tokenizer=tokenizer)
     monkeypatch.setattr(continuation, "load_target", lambda *args: target)
-    monkeypatch.setattr(continuation, "encode_prompt", lambda *args: ids("p"))
+    monkeypatch.setattr(ChatTemplate, "encode", lambda *args: ids("p"))
     monkeypatch.setattr(continuation, "speculate", lambda *args, **settings: iter(rounds))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -18,7 +18,7 @@ from decode.common.typed_json import from_json, to_json
 from decode.drafts.registry import load_draft
 from decode.model.fingerprint import weights_fingerprint
 from decode.model.loading import load_target
-from eval.benchmark.journal import earlier_targets, open_journal
+from eval.benchmark.config import earlier_targets, open_journal
 from eval.reporting.summary import other_targets_lines
 from eval.results.report import EvalReport
 from tests import drafts, worlds

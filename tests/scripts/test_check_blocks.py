@@ -17,9 +17,13 @@ from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from train.families.base import FamilyContext
 from train.families.builders import build_trainable
-from train.families.settings.blocks import PardSettings, PEagleSettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.blocks import (
+    DFlashSettings,
+    DSparkSettings,
+    PardSettings,
+    PEagleSettings,
+)
+from train.families.settings.heads import MtpSettings
 from train.trainer.settings import DistillConfig
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"

@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from decode.checkpoints.draft_vocab import save_ids
-from decode.common.chat_template import encode_prompt
+from decode.common.chat.choice import with_template
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
-from decode.common.template_choice import with_template
 from decode.model.formats.gguf_reader import read_file
 from decode.model.loading import Target, load_model, load_target, load_tokenizer
 from decode.serving import gguf_export
@@ -96,7 +96,7 @@ def test_all_named_templates_are_written_and_read_again(tmp_path: Path) -> None:
     read = read_back(path, tmp_path / "model.gguf")
     assert read.tokenizer.chat_template == tokenizer.chat_template
     asked = with_template(read.tokenizer, {"name": "rag", "date": "2026"})
-    assert asked.decode(encode_prompt(asked, "hi")) == "R2026"
+    assert asked.decode(ChatTemplate(asked).encode("hi")) == "R2026"
 
 
 @pytest.mark.parametrize(

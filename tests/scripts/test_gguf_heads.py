@@ -38,7 +38,7 @@ from train.data import batching
 from train.families.base import FamilyContext
 from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.blocks import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle3Settings
 from train.settings.training import LossWeights
 from train.trainer.settings import DistillConfig

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from decode.checkpoints.draft_folder import METADATA_FILE
-from decode.common.template_choice import with_template
-from decode.engine.trained_template import trained_templates, use_template
+from decode.checkpoints.draft_folder import METADATA_FILE, trained_templates
+from decode.common.chat import render
+from decode.common.chat.choice import with_template
+from decode.common.chat.render import ChatTemplate
 from decode.model.loading import Target, load_target, load_tokenizer
 from eval.tasks.loading import Task, load_task_prompts, with_later_turns
 from tests import worlds
@@ -19,7 +20,6 @@ from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
 from train.data.conversations import conversation_with_replies, make_prompt
 from train.data.manifest import RowTemplate, read_manifest
-from train.data.template_probe import probe
 from train.doctor_checks import examination
 from train.settings.training import AcceptanceEvalConfig
 from train.trainer.acceptance_eval import AcceptanceEval
@@ -265,7 +265,8 @@ def test_the_doctor_looks_at_so_many_arguments(
     assert "template refuses a simple chat" not in grave
     monkeypatch.setattr(examination, "MOST_RENDERINGS", 3)
     calls: list[Any] = []
-    monkeypatch.setattr(examination, "probe", lambda found: calls.append(found) or probe(found))
+    probe = render.probe_template
+    monkeypatch.setattr(render, "probe_template", lambda *a: calls.append(a) or probe(*a))
     assert graves(examine(target, tmp_path / "out")) == grave
     assert len(calls) == 3
 
@@ -291,7 +292,7 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
         done = worlds.call("train/distill.py", *words, "--overwrite", again).ok()
     assert load_tokenizer(str(out)).chat_template == TEMPLATES
     assert json.loads((out / METADATA_FILE).read_text())["templates"] == [OFF]
-    assert trained_templates(str(out)) == [OFF]
+    assert trained_templates([str(out)]) == {str(out): [OFF]}
     loaded = load_target(str(target), "cpu")
     both = mixture.templates_of([mixture.MixturePart(one["path"]) for one in sets])
     assert both == [{}, OFF]
@@ -340,7 +341,7 @@ def test_texts_are_cut_where_the_target_would_begin(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKING
     prompt = make_prompt("s", ("zq hi", "yes"), None, own)
-    chosen = with_template(tokenizer, setting)
+    chosen = ChatTemplate(with_template(tokenizer, setting))
     found = conversation_with_replies(chosen, prompt, "last", frozenset({1}))
     off = {**setting, **(own or {})} == OFF
     asked, thoughts = "<2>user\nzq hi<1>\n<2>assistant\n", "<think>\n</think>\n"
@@ -349,7 +350,7 @@ def test_texts_are_cut_where_the_target_would_begin(
 
 
 def task_target(target: Path, setting: Any) -> Target:
-    return use_template(load_target(str(target), "cpu"), setting)
+    return load_target(str(target), "cpu").with_template(setting)
 
 
 def test_tasks_have_the_rows_own_arguments_in_every_turn(target: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
@@ -84,11 +85,11 @@ def test_samples_are_pairs_that_come_apart_exactly(world: Seq2SeqWorld, data: Pa
 
 def test_given_answers_are_texts_of_their_own(world: Seq2SeqWorld) -> None:
     tokenizer = load_tokenizer(str(world.target))
-    pair = encoder_pair(tokenizer, Prompt("x", "hub", "abc", None, 0, "de"))
+    pair = encoder_pair(ChatTemplate(tokenizer), Prompt("x", "hub", "abc", None, 0, "de"))
     assert tokenizer.decode(pair.prompt_segments[0]) == "abc</s>"
     assert tokenizer.decode(pair.replies[0]) == "de</s>"
     with pytest.raises(UserError, match="learns pairs"):
-        encoder_pair(tokenizer, Prompt("x", "file", "abc", None, 0))
+        encoder_pair(ChatTemplate(tokenizer), Prompt("x", "file", "abc", None, 0))
 
 
 def test_servers_are_refused(world: Seq2SeqWorld, tmp_path: Path) -> None:

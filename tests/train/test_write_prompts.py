@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.engine.engine import speculate
 from decode.engine.records import RoundRecord
@@ -52,17 +53,17 @@ def settings(target: str, out: Path) -> WritePromptsConfig:
 def test_a_user_turn_begins_and_ends_where_the_template_says() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS)
     tokenizer.chat_template = CHAT
-    ids, end = user_turn(tokenizer, "Be short.")
+    ids, end = user_turn(ChatTemplate(tokenizer), "Be short.")
     assert tokenizer.decode(ids) == (
         "<|endoftext|>system\nBe short.<|endoftext|><|endoftext|>user\n"
     )
     assert end == 0
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n### Reply:{% endfor %}"
     with pytest.raises(UserError, match="does not end a user's turn with a special token"):
-        user_turn(tokenizer, "")
+        user_turn(ChatTemplate(tokenizer), "")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        user_turn(tokenizer, "")
+        user_turn(ChatTemplate(tokenizer), "")
 
 
 def test_prompts_are_whole_and_different_and_the_same_after_a_kill(

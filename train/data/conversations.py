@@ -14,16 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from decode.common import chat_template
-from decode.common.chat_template import Arguments, Messages, Tools, apply_template
+from decode.common.chat.choice import Arguments, Messages, Tools
+from decode.common.chat.probe import assistant, user
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from eval.tasks.row_forms import Content, message_text
 from train.settings.data import TurnSelection
-
-PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
-"""A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 
 INSTRUCTING = ("system", "developer")
 """Roles of messages by which a service tells the model what to do."""
@@ -57,6 +53,17 @@ class Prompt:
     @property
     def asked(self) -> str | Messages:
         return self.text if self.text is not None else self.messages or ""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What its chat template is given beside what is asked."""
+        return {"tools": self.tools, "arguments": self.arguments}
+
+    @property
+    def texts_asked(self) -> list[str]:
+        """The text, or the messages that the target did not write."""
+        asked = [m for m in self.messages or [] if m["role"] != "assistant"]
+        return [self.text or "", *map(message_text, asked)]
 
 
 def make_prompt(
@@ -105,23 +112,18 @@ def named(prompt: Prompt) -> Iterator[None]:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """The token ids that the target continues, in its chat template."""
+def encode_prompt(template: ChatTemplate, prompt: Prompt) -> list[int]:
+    """The token ids that the target continues."""
     with named(prompt):
-        return chat_template.encode_prompt(tokenizer, prompt.asked, prompt.tools, prompt.arguments)
+        return template.encode(prompt.asked, **prompt.given)
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> list[list[int]]:
+def encode_prompts(template: ChatTemplate, prompts: Sequence[Prompt]) -> list[list[int]]:
     """`encode_prompt` of each, many times faster for thousands of them."""
-    asked = [prompt.asked for prompt in prompts]
-    tools = [prompt.tools for prompt in prompts]
-    arguments = [prompt.arguments for prompt in prompts]
     try:
-        return chat_template.encode_prompts(tokenizer, asked, tools, arguments)
+        return template.encode_all([(p.asked, p.tools, p.arguments) for p in prompts])
     except UserError:
-        return [encode_prompt(tokenizer, prompt) for prompt in prompts]  # names the prompt
+        return [encode_prompt(template, prompt) for prompt in prompts]  # names the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def skip_repeated_turn_end(reply: Sequence[int], segment: Sequence[int]) -> Sequ
 
 
 def conversations_without_replies(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: TurnSelection
+    template: ChatTemplate, prompts: Sequence[Prompt], turns: TurnSelection
 ) -> list[Conversation]:
     """The prompt segments of conversations whose replies the target will generate.
 
@@ -173,68 +175,61 @@ def conversations_without_replies(
     def has_one_turn(prompt: Prompt) -> bool:
         return turns == "last" or all(m["role"] != "assistant" for m in prompt.messages or [])
 
-    together = iter(encode_prompts(tokenizer, list(filter(has_one_turn, prompts))))
+    together = iter(encode_prompts(template, list(filter(has_one_turn, prompts))))
     return [
-        Conversation([next(together)] if has_one_turn(prompt) else _segments(tokenizer, prompt), [])
+        Conversation([next(together)] if has_one_turn(prompt) else _segments(template, prompt), [])
         for prompt in prompts
     ]
 
 
-def _segments(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[list[int]]:
+def _segments(template: ChatTemplate, prompt: Prompt) -> list[list[int]]:
     """What stands before each reply of a chat of several turns."""
     by_role = itertools.groupby(prompt.messages or [], lambda m: m["role"] == "assistant")
-    history, *parts = [list(messages) for replies, messages in by_role if not replies] or [[]]
-    segments = [encode_prompt(tokenizer, replace(prompt, messages=history))]
-    for part in parts:
-        before = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
-        history = [*history, {"role": "assistant", "content": PROBE_REPLY}, *part]
-        text = render_chat(tokenizer, prompt, history, True)
-        if not text.startswith(before):
-            raise _template_rewrites_error(prompt)
-        added = tokenizer(text[len(before) :], add_special_tokens=False)
-        segments.append(added["input_ids"])
-    return segments
+    first, *later = [list(messages) for replies, messages in by_role if not replies] or [[]]
+    begin = encode_prompt(template, replace(prompt, messages=first))
+    with named(prompt):
+        texts = template.between_replies(first, later, **prompt.given)
+    encoded = (template.tokenizer(text, add_special_tokens=False) for text in texts)
+    return [begin, *(one["input_ids"] for one in encoded)]
 
 
 def conversation_with_replies(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, turns: TurnSelection, eos: frozenset[int]
+    template: ChatTemplate, prompt: Prompt, turns: TurnSelection, eos: frozenset[int]
 ) -> Conversation:
     """The conversation of a chat, or of a prompt with its answer, with the given replies: the last one, or all.
 
     A reply includes the end-of-turn token if that is one of `eos`. UserError for a template whose rendering of the
     first turns is not a prefix of its rendering of the whole chat.
     """
-    messages = prompt.messages
+    messages, tokenizer = prompt.messages, template.tokenizer
     if messages is None:
-        question, answer = {"role": "user", "content": prompt.text}, prompt.answer or ""
         if tokenizer.chat_template is None and not prompt.tools:
-            return _plain_text_conversation(tokenizer, prompt.text or "", answer)
-        messages = [question, {"role": "assistant", "content": answer}]
+            return _plain_text_conversation(tokenizer, prompt.text or "", prompt.answer or "")
+        messages = [user(prompt.text), assistant(prompt.answer or "")]
     if tokenizer.chat_template is None:
-        encode_prompt(tokenizer, prompt)  # raises the UserError about the missing template
-    text = render_chat(tokenizer, prompt, messages, False)
-    ids, offsets = _with_offsets(tokenizer, text, "finding replies in a chat")
+        encode_prompt(template, prompt)  # raises the UserError about the missing template
     # A chat may begin with a greeting, which answers nobody: it is only read.
-    indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
+    replies = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
+    with named(prompt):
+        text, places = template.locate_replies(
+            messages, replies if turns == "all" else replies[-1:], **prompt.given
+        )
+    ids, offsets = _with_offsets(tokenizer, text, "finding replies in a chat")
     bos, previous_end = tokenizer.bos_token_id, 0
     while bos is not None and ids[previous_end : previous_end + 2] == [bos, bos]:
         previous_end += 1  # template and tokenizer both add one
-    segments, replies = [], []
-    for i in indices if turns == "all" else indices[-1:]:
-        before = render_chat(tokenizer, prompt, messages[:i], True)
-        upto = render_chat(tokenizer, prompt, messages[: i + 1], False)
-        if not (text.startswith(upto) and upto.startswith(before) and len(upto) > len(before)):
-            raise _template_rewrites_error(prompt)
-        start = next(n for n, (_, end) in enumerate(offsets) if end > len(before))
-        end = next((n for n, (begin, _) in enumerate(offsets) if begin >= len(upto)), len(ids))
+    segments, spoken = [], []
+    for begin, upto in places:
+        start = next(n for n, (_, end) in enumerate(offsets) if end > begin)
+        end = next((n for n, (at, _) in enumerate(offsets) if at >= upto), len(ids))
         reply_end = next((n + 1 for n in range(start, end) if ids[n] in eos), end)
         segments.append(ids[previous_end:start])
-        replies.append(ids[start:reply_end])
+        spoken.append(ids[start:reply_end])
         previous_end = reply_end
-    return Conversation(segments, replies)
+    return Conversation(segments, spoken)
 
 
-def encoder_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Conversation:
+def encoder_pair(template: ChatTemplate, prompt: Prompt) -> Conversation:
     """A prompt and its answer for an encoder-decoder: two texts, each ended as the tokenizer ends them.
 
     UserError for a text without an answer.
@@ -244,12 +239,12 @@ def encoder_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Conversa
             f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: name the "
             "columns of both (`column` and `response` of the source)"
         )
-    answer = tokenizer(prompt.answer)["input_ids"]
-    return Conversation([encode_prompt(tokenizer, prompt)], [answer])
+    answer = template.tokenizer(prompt.answer)["input_ids"]
+    return Conversation([encode_prompt(template, prompt)], [answer])
 
 
 def split_into_windows(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, size: int
+    tokenizer: Any, prompt: Prompt, size: int
 ) -> list[tuple[Prompt, Conversation]]:
     """A text cut into windows of up to `size` tokens, each with its own id and trained on as a whole.
 
@@ -274,7 +269,7 @@ def split_into_windows(
 
 
 def _with_offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str, purpose: str
+    tokenizer: Any, text: str, purpose: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """(the ids of the text, the [start, end) of each in it)."""
     if not tokenizer.is_fast:
@@ -283,27 +278,10 @@ def _with_offsets(
     return encoded["input_ids"], encoded["offset_mapping"]
 
 
-def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
-    """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
-    with named(prompt):
-        return apply_template(
-            tokenizer, messages, prompt.arguments, tools=prompt.tools, add_generation_prompt=opened
-        )
-
-
-def _plain_text_conversation(
-    tokenizer: PreTrainedTokenizerBase, text: str, answer: str
-) -> Conversation:
+def _plain_text_conversation(tokenizer: Any, text: str, answer: str) -> Conversation:
     """Prompt and answer tokenised as one text; the reply begins at the first token that differs from the prompt's."""
     ids, prompt = tokenizer(text + answer)["input_ids"], tokenizer(text)["input_ids"]
     same = [a == b for a, b in zip(ids, prompt, strict=False)]
     start = same.index(False) if False in same else min(len(prompt), len(ids) - 1)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Conversation([ids[:start]], [ids[start:] + end])
-
-
-def _template_rewrites_error(prompt: Prompt) -> UserError:
-    return UserError(
-        f"prompt {prompt.id} of {prompt.source}: the target's chat template changes earlier turns when later ones "
-        "follow (it may remove reasoning), so replies cannot be located: set turns to last"
-    )

@@ -66,7 +66,7 @@ class Manifest:
     """The targets that answered, as the shards name them: one, unless others were allowed; none for texts as they
     stand and in a manifest of an earlier version."""
     template: dict[Name, Argument] = field(default_factory=dict)
-    """Which chat template rendered the prompts, and its arguments (`template_choice.read_setting`); {}: the tokenizer's
+    """Which chat template rendered the prompts, and its arguments (`read_setting`); {}: the tokenizer's
     own."""
     row_templates: list[RowTemplate] = field(default_factory=list)
     """They stand above the arguments of `template`. The most frequent first, MOST_TEMPLATES at most; []: no row has

@@ -8,18 +8,13 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
-from decode.common.chat_template import Arguments
+from decode.common.chat.choice import Arguments, TemplateSetting
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.common.target_record import ModelFingerprint
-from decode.common.template_choice import (
-    TemplateSetting,
-    check_setting,
-    read_setting,
-    template_hash,
-    with_template,
-)
 from decode.model import compatibility
 from decode.model.loading import (
     check_tokenizer_size,
@@ -41,7 +36,6 @@ from train.data.sources import (
     evaluation_texts,
     stream_prompts,
 )
-from train.data.template_probe import template_marks
 from train.settings.data import FilterConfig, PromptSource
 
 TOKENIZED_TOGETHER = 256
@@ -85,17 +79,14 @@ class TargetTokenizer:
             for ids in (*conversation.prompt_segments, *conversation.replies):
                 check_embedded(self.tokenizer, ids, self.embedded)
 
-    @property
-    def chat_template_hash(self) -> str | None:
-        return template_hash(self.tokenizer)
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.template)
 
     def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
-        """The same with the chat template that the setting names. UserError as from `template_choice.with_template`,
-        and for a setting without effect."""
-        template = read_setting(setting)
-        check_setting(self.tokenizer, template)
-        tokenizer = with_template(self.tokenizer, template)
-        return replace(self, tokenizer=tokenizer, template=template)
+        """The same with the chat template that `ChatTemplate.chosen` gives."""
+        chat = ChatTemplate.chosen(self.tokenizer, setting)
+        return replace(self, tokenizer=chat.tokenizer, template=chat.setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +136,12 @@ def load_prompts(
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
     filters = PromptFilter(s.filters, evaluation_texts(s.decontaminate))
-    marks = template_marks(reader.tokenizer)
+    marks = reader.chat.marks
     kept: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, log):
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
-            if mark := marks.found_in_prompt(prompt):
+            if mark := marks.found_in(*prompt.texts_asked):
                 log.rendered.append(f"{prompt.location or prompt.id} ({mark!r})")
             is_window = s.origin == "text" and not has_replies(prompt)  # these may be of any length
             tokens = None if is_window else len(conversation.prompt_segments[0])
@@ -199,14 +190,12 @@ def _convert(
     first = prompts[0]
     try:
         if s.origin != "text":
-            asked = conversations.conversations_without_replies(reader.tokenizer, prompts, s.turns)
+            asked = conversations.conversations_without_replies(reader.chat, prompts, s.turns)
             found = list(zip(prompts, asked, strict=True))
         elif reader.encoder_decoder:
-            found = [(first, conversations.encoder_pair(reader.tokenizer, first))]
+            found = [(first, conversations.encoder_pair(reader.chat, first))]
         elif has_replies(first):
-            whole = conversations.conversation_with_replies(
-                reader.tokenizer, first, s.turns, reader.eos
-            )
+            whole = conversations.conversation_with_replies(reader.chat, first, s.turns, reader.eos)
             found = [(first, whole)]
         else:
             found = conversations.split_into_windows(reader.tokenizer, first, s.window)

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from decode.common.chat_template import apply_template
+from decode.common.chat.probe import TemplateProbe, user
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from train.data.conversations import Prompt
-from train.data.template_probe import ChatTemplate, user
 from train.doctor_checks.findings import Defect, Tally, count, percent
 from train.doctor_checks.rows import SeenRow
 
@@ -87,7 +87,7 @@ def loop_length(ids: list[int]) -> int:
 
 
 def check_sources(
-    tally: Tally, prompts: Sequence[tuple[SeenRow, Prompt]], template: ChatTemplate | None
+    tally: Tally, prompts: Sequence[tuple[SeenRow, Prompt]], template: TemplateProbe | None
 ) -> dict[str, str | int]:
     """How many prompts before sampling hold what; reports what of it the template drops."""
     found = defaultdict[str, Defect](Defect)
@@ -115,18 +115,17 @@ def check_sources(
     }
 
 
-def check_template(
-    tally: Tally, tokenizer: Any, template: ChatTemplate | None, eos: frozenset[int]
-) -> None:
-    """Reports what is wrong with the tokenizer's template, of which `template` is what probing gave."""
-    if template is None and tokenizer.chat_template is not None:
+def check_template(tally: Tally, template: ChatTemplate, eos: frozenset[int]) -> None:
+    """Reports what is wrong with the template."""
+    found, tokenizer = template.probe, template.tokenizer
+    if found is None and tokenizer.chat_template is not None:
         refusal = ""
         try:
-            apply_template(tokenizer, [user("a")], add_generation_prompt=True)
+            template.render([user("a")], True)
         except UserError as error:
             refusal = f" ({error})"
         tally.report("template refuses a simple chat", 1, 1, refusal=refusal)
-    if template is not None and template.turn_end and template.turn_end[0] not in eos:
+    if found is not None and found.turn_end and found.turn_end[0] not in eos:
         known = ", ".join(repr(tokenizer.decode([i])) for i in sorted(eos)[:4])
-        ends = tokenizer.decode(template.turn_end)
+        ends = tokenizer.decode(found.turn_end)
         tally.report("a turn's end is no EOS", 1, 1, ends=ends, known=known)

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
+from decode.common.chat.choice import Messages
+from decode.common.chat.probe import TemplateProbe, user
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from train.data.conversations import Prompt
-from train.data.template_probe import ChatTemplate, render, user
 from train.doctor_checks.findings import Tally
 from train.doctor_checks.rows import SeenRow, decode
 
@@ -25,7 +26,7 @@ class BoundaryCheck:
     def __init__(
         self,
         tally: Tally,
-        template: ChatTemplate | None,
+        template: TemplateProbe | None,
         eos: frozenset[int],
         prompts: Mapping[str, Prompt],
     ):
@@ -35,7 +36,7 @@ class BoundaryCheck:
 
     def add(self, row: SeenRow) -> None:
         """Checks one row; pieces of plain text have no boundary."""
-        bos = row.tokenizer.bos_token_id
+        bos = row.chat.tokenizer.bos_token_id
         doubled = bos is not None and row.ids[:2] == [bos, bos]
         if doubled:
             self.tally.add("BOS twice", row)
@@ -72,7 +73,7 @@ class BoundaryCheck:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
-            golden = golden_ids(row.tokenizer, prompt.asked, prompt.tools, prompt.arguments)
+            golden = golden_ids(row.chat, prompt.asked, prompt.given)
             by = start - len(golden)
             if golden and abs(by) <= FARTHEST and row.ids[: len(golden)] == golden:
                 return by
@@ -100,22 +101,22 @@ class BoundaryCheck:
         self.tally.looked["compared"] += 1
         prompt = self.prompts.get(row.row["id"])
         before: str | Messages | None = messages_before_reply(row)
-        tools = arguments = None
+        beside: dict[str, Any] = {}
         if prompt is not None and len(row.spans) == 1:
-            before, tools, arguments = prompt.asked, prompt.tools, prompt.arguments
+            before, beside = prompt.asked, prompt.given
         given = row.ids[: row.spans[0][0]]
-        if before is None or golden_ids(row.tokenizer, before, tools, arguments) == given:
+        if before is None or golden_ids(row.chat, before, beside) == given:
             return
         modes = []
         if row.template is not None and row.template.has_thinking_switch:
             messages = [user(before)] if isinstance(before, str) else before
             modes = [
-                render(
-                    row.tokenizer, messages, True, tools=tools, arguments={"enable_thinking": on}
+                row.chat.try_to_render(
+                    messages, True, **beside | {"arguments": {"enable_thinking": on}}
                 )
                 for on in (True, False)
             ]
-        if decode(row.tokenizer, given) not in modes:
+        if decode(row.chat.tokenizer, given) not in modes:
             self.tally.add("prompt is rendered otherwise", row)
 
     def _check_rendering(self, row: SeenRow) -> None:
@@ -125,12 +126,12 @@ class BoundaryCheck:
         if row.template is None or roles[-1:] != ["assistant"] or roles.count("assistant") == 1:
             return
         self.tally.looked["rendered"] += 1
-        whole = render(row.tokenizer, messages) or ""
+        whole = row.chat.try_to_render(messages) or ""
         if common_prefix(whole, row.text) < row.text.rindex(messages[-1]["content"]):
             self.tally.add("template rewrites history", row, int(row.labels.sum()))
 
 
-def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | None:
+def opening_offset(template: TemplateProbe, ids: list[int], start: int) -> int | None:
     """Tokens by which `start` lies behind the end of a generation prompt; the nearest one counts, None if none is."""
     longest = max(map(len, (template.opening, *template.other_openings)))
     reach = longest + FARTHEST  # tokens; the text of each has a character at least
@@ -146,12 +147,11 @@ def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | 
     return None
 
 
-def golden_ids(
-    tokenizer: Any, prompt: str | Messages, tools: Tools | None, arguments: Arguments | None
-) -> list[int]:
-    """The tokens that the target continues; none if its template refuses the prompt."""
+def golden_ids(template: ChatTemplate, prompt: str | Messages, beside: dict[str, Any]) -> list[int]:
+    """The tokens that the target continues, `beside` the prompt being its tools and arguments; none if the template
+    refuses it."""
     try:
-        return encode_prompt(tokenizer, prompt, tools, arguments)
+        return template.encode(prompt, **beside)
     except UserError:
         return []
 

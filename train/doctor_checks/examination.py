@@ -6,13 +6,14 @@ Rows are read one by one. In memory stay counts and a few examples.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.common.chat_template import Arguments
+from decode.common.chat.choice import Arguments, describe, with_template
+from decode.common.chat.probe import TemplateMarks, TemplateProbe
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
-from decode.common.template_choice import describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
 from train.data.conversations import Conversation, Prompt, encode_prompt
@@ -26,7 +27,6 @@ from train.data.sources import (
     evaluation_texts,
     stream_prompts,
 )
-from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
 from train.doctor_checks.answers import AnswerCheck, check_sources, check_template
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
@@ -54,11 +54,11 @@ class Examination:
 
 
 class Renderings:
-    """The target's tokenizer with each setting of the chat template that is met, and what each template does."""
+    """The target's chat template with each setting that is met, and what it does."""
 
     def __init__(self, s: DoctorConfig, reader: TargetTokenizer):
-        self.bare = reader
-        self._found: dict[str, tuple[TargetTokenizer, ChatTemplate | None]] = {}
+        self.reader = reader
+        self._found: dict[str, ChatTemplate] = {}
         parts = mixture.mixture_parts(s.data) if s.data else []
         self.usual = read_manifest(Path(parts[0].path)).templates()[0] if parts else {}
         """The one that says what the template does."""
@@ -67,18 +67,16 @@ class Renderings:
 
     def of(
         self, setting: dict[str, Any], own: Arguments | None = None
-    ) -> tuple[TargetTokenizer, ChatTemplate | None]:
-        """(the tokenizer with this setting and a row's own arguments, what its template does: None if it renders no
-        simple chat, or after too many others)."""
-        template = {**setting, **(own or {})}
-        key = json.dumps(template, sort_keys=True)
+    ) -> tuple[ChatTemplate, TemplateProbe | None]:
+        """(the template with this setting and a row's own arguments, what it does: None if it renders no simple chat,
+        or after too many others)."""
+        used = {**setting, **(own or {})}
+        key = json.dumps(used, sort_keys=True)
         if key not in self._found:
             if own and len(self._found) >= MOST_RENDERINGS:
                 return self.of(setting)[0], None
-            tokenizer = with_template(self.bare.tokenizer, template)
-            reader = replace(self.bare, tokenizer=tokenizer, template=template)
-            self._found[key] = reader, probe(tokenizer)
-        return self._found[key]
+            self._found[key] = ChatTemplate(with_template(self.reader.tokenizer, used), used)
+        return self._found[key], self._found[key].probe
 
 
 def examine_sets(
@@ -88,14 +86,14 @@ def examine_sets(
 
     UserError for a set that cannot be read or was made with another tokenizer.
     """
-    reader, template = renderings.of(renderings.usual)
+    reader, (chat, template) = renderings.reader, renderings.of(renderings.usual)
     config = load_config(s.target, "target", s.revision)
     size = int(config.get_text_config(decoder=True).vocab_size)
-    tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
+    tally, marks = Tally(s.worth), chat.marks
     answers = AnswerCheck(tally, reader.tokenizer, reader.eos, size, s.max_length)
     boundary = BoundaryCheck(tally, template, reader.eos, prompts)
     evaluation, lookup = EvaluationOverlap(evaluation_texts(s.decontaminate)), LookupCheck(tally)
-    check_template(tally, reader.tokenizer, template, reader.eos)
+    check_template(tally, chat, reader.eos)
     tally.said["items"] = "rows"
     first: list[SeenRow] = []
     for row in read_rows(s, renderings, tally):
@@ -131,9 +129,8 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
     for number, part in enumerate(parts):
         manifest, store = load_set(Path(part.path))
         setting = manifest.template if s.template is None else renderings.usual
-        reader, _ = renderings.of(setting)
-        mixture.check_tokenizer(part.path, manifest, store, reader)
-        if manifest.chat_template_hash != reader.chat_template_hash:
+        mixture.check_tokenizer(part.path, manifest, store, renderings.reader)
+        if manifest.chat_template_hash != renderings.of(setting)[0].hash:
             then = describe(manifest.template)
             other = (
                 "by another template than the target has now" if manifest.template == setting
@@ -145,8 +142,7 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
             own = json.loads(row.get("chat_template_kwargs", "null"))
-            rendering, template = renderings.of(setting, own)
-            yield SeenRow(name, row, rendering.tokenizer, template, i in chosen)
+            yield SeenRow(name, row, *renderings.of(setting, own), i in chosen)
 
 
 def examine_prompts(
@@ -154,26 +150,26 @@ def examine_prompts(
 ) -> Examination:
     """Checks prompts before sampling; `log` says how they were read, and how many equal ones were left out."""
     kinds = Counter(json.dumps(prompt.arguments) for prompt in prompts)
-    reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
+    chat, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
     bare, _ = renderings.of(renderings.usual)
-    tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
+    tally, marks = Tally(s.worth), chat.marks
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     tally.said |= {"refused": "; ".join(log.refused), "items": "prompts"}
     tally.looked["rows"] = len(prompts)
     seen: list[tuple[SeenRow, Prompt]] = []
     for prompt in prompts:
         try:
-            ids = encode_prompt(bare.tokenizer, prompt)
-            bare.check_embedded(Conversation([ids], []))
+            ids = encode_prompt(bare, prompt)
+            renderings.reader.check_embedded(Conversation([ids], []))
         except UserError as error:
             tally.said.setdefault("why", f"{prompt.location}: {error}")
-            refused = SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False)
+            refused = SeenRow(prompt.id, prompt_row(prompt, []), chat, None, False)
             tally.add("prompt is refused", refused)
             continue
-        own, its = renderings.of(renderings.usual, prompt.arguments)
-        row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, False)
+        own = renderings.of(renderings.usual, prompt.arguments)
+        row = SeenRow(prompt.id, prompt_row(prompt, ids), *own, False)
         tally.looked["texts"] += 1
-        if marks.found_in_prompt(prompt):
+        if marks.found_in(*prompt.texts_asked):
             tally.said.setdefault("example", prompt.id)
             tally.add("text is rendered already", row)
         if evaluation.overlaps(row.asked):
@@ -181,7 +177,7 @@ def examine_prompts(
         seen.append((row, prompt))
     tally.report("row is refused", log.dropped[REFUSED], log.rows)
     counts = check_sources(tally, seen, template)
-    check_template(tally, reader.tokenizer, template, reader.eos)
+    check_template(tally, chat, renderings.reader.eos)
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
     facts = {"prompts": f"{len(prompts):,}", **forms, **counts}
     return _examination(s, tally, len(prompts), facts, [row for row, _ in seen[: s.show]])

@@ -46,11 +46,11 @@ def masked_texts(row: SeenRow, limit: int) -> list[MaskedText]:
     pieces, at, text = [], start, ""
     for supervised, group in groupby(labels[start : start + limit]):
         end = at + len(list(group))
-        whole = decode(row.tokenizer, row.ids[start:end])
+        whole = decode(row.chat.tokenizer, row.ids[start:end])
         if end < len(labels):
             whole = whole.rstrip("\ufffd")
         same = whole.startswith(text)
-        new = whole[len(text) :] if same else decode(row.tokenizer, row.ids[at:end])
+        new = whole[len(text) :] if same else decode(row.chat.tokenizer, row.ids[at:end])
         pieces.append(MaskedText(new, supervised, end - at))
         text, at = whole, end
     return pieces

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from decode.common import files, provenance
+from decode.common.chat.choice import describe
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
-from decode.common.template_choice import describe
 from decode.common.typed_json import to_json
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
@@ -68,7 +68,7 @@ def report(s: DoctorConfig) -> None:
     """Says what was found, on the terminal or a page, and as JSON. SystemExit where `strict` asks for it."""
     check(s)
     renderings = Renderings(s, load_target_tokenizer(s.target, s.revision))
-    reader, probed = renderings.of(renderings.usual)
+    chat, probed = renderings.of(renderings.usual)
     prompts, log = read_sources(s) if s.sources else ([], ReadLog())
     parts = {}
     if s.data:
@@ -76,7 +76,7 @@ def report(s: DoctorConfig) -> None:
         parts[DATA_TITLE] = examine_sets(s, renderings, by_id)
     if s.sources:
         parts[SOURCES_TITLE] = examine_prompts(s, renderings, prompts, log)
-    template = {"settings": describe(reader.template)} if reader.template else {}
+    template = {"settings": describe(chat.setting)} if chat.setting else {}
     template |= probed.facts() if probed else {}
     console = Console()
     if s.html:

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from decode.common.chat_template import Messages
+from decode.common.chat.choice import Messages
+from decode.common.chat.probe import TemplateProbe
+from decode.common.chat.render import ChatTemplate
 from train.data.batching import label_mask
 from train.data.conversations import Prompt
 from train.data.sample_store import SampleRow
-from train.data.template_probe import ChatTemplate, unrender
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +21,10 @@ class SeenRow:
 
     id: str
     row: SampleRow
-    tokenizer: Any
-    template: ChatTemplate | None
+    chat: ChatTemplate
+    """What renders it."""
+    template: TemplateProbe | None
+    """What that does; None if it is not known."""
     chosen: bool
     """The row is one of the sample whose text is rendered again."""
 
@@ -45,12 +48,12 @@ class SeenRow:
 
     @functools.cached_property
     def text(self) -> str:
-        return decode(self.tokenizer, self.ids)
+        return decode(self.chat.tokenizer, self.ids)
 
     @functools.cached_property
     def messages(self) -> Messages | None:
         """The chat that the row holds; None without a template, or if the text was rendered by another one."""
-        return None if self.template is None else unrender(self.template, self.text)
+        return None if self.template is None else self.template.unrender(self.text)
 
     @functools.cached_property
     def asked(self) -> str:
@@ -58,7 +61,7 @@ class SeenRow:
         if self.messages is not None:
             return "\n".join(m["content"] for m in self.messages if m["role"] == "user")
         end = len(self.ids) if self.is_window or not self.spans else self.spans[0][0]
-        return self.tokenizer.decode(self.ids[:end], skip_special_tokens=True)
+        return self.chat.tokenizer.decode(self.ids[:end], skip_special_tokens=True)
 
     def kept(self) -> "SeenRow":
         """The same row for keeping: without what was computed of it, and without the row group that it was read in."""

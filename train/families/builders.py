@@ -14,13 +14,21 @@ from train.families.medusa import TrainableMedusa, TrainableMedusa2
 from train.families.mtp import build_mtp
 from train.families.registry import add_settings
 from train.families.settings.base import FamilySettings
-from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.blocks import (
+    DFlashSettings,
+    DSparkSettings,
+    PardSettings,
+    PEagleSettings,
+)
 from train.families.settings.causal import CausalSettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
-from train.families.settings.medusa import Medusa2Settings, MedusaSettings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import (
+    LayerSkip2Settings,
+    LayerSkipSettings,
+    Medusa2Settings,
+    MedusaSettings,
+    MtpSettings,
+)
 
 Builder = Callable[[FamilyContext, Any], TrainableDraft]
 """Makes the draft in training from these settings. UserError if settings, target and samples do not fit together."""

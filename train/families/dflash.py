@@ -40,7 +40,7 @@ from train.families.base import (
 from train.families.block_loss import BlockLoss
 from train.families.eagle import hidden_state_rms, valid_slot_indices
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
-from train.families.settings.dflash import DFlashSettings
+from train.families.settings.blocks import DFlashSettings
 from train.families.slots import Retention, choose_mask_token, draw_depths
 from train.teacher.live import TeacherOutput
 

@@ -29,7 +29,7 @@ from train.families.base import (
 from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weights
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings, EagleNetSettings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import MtpSettings
 from train.families.ttt_attention import TestTimeAttention
 from train.losses import chunked_sums, divergences
 from train.teacher.live import TeacherOutput

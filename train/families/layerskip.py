@@ -33,7 +33,7 @@ from train.families.base import (
 )
 from train.families.head_loss import loss_and_metrics
 from train.families.settings.base import DEFAULT_VOCAB, vocab_size
-from train.families.settings.layerskip import LayerSkipSettings
+from train.families.settings.heads import LayerSkipSettings
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput

@@ -24,7 +24,7 @@ from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.head_loss import loss_and_metrics
 from train.families.lora_target import LoraTarget, adapt_target
-from train.families.settings.layerskip import LayerSkip2Settings
+from train.families.settings.heads import LayerSkip2Settings
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 

@@ -29,7 +29,7 @@ from train.families.base import (
 )
 from train.families.head_loss import SupervisedRows, loss_and_metrics, step_weights
 from train.families.lora_target import LoraTarget, adapt_target
-from train.families.settings.medusa import Medusa2Settings, MedusaSettings
+from train.families.settings.heads import Medusa2Settings, MedusaSettings
 from train.losses import chunked_sums, divergences
 from train.teacher.live import TeacherOutput
 

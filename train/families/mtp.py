@@ -29,7 +29,7 @@ from train.families.base import (
 )
 from train.families.eagle import EagleTrainer
 from train.families.head_loss import SupervisedRows
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import MtpSettings
 
 
 def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:

@@ -5,13 +5,21 @@ from typing import Annotated
 from decode.common.errors import UserError
 from decode.common.ranges import OneOf
 from train.families.settings.base import FamilySettings
-from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.blocks import (
+    DFlashSettings,
+    DSparkSettings,
+    PardSettings,
+    PEagleSettings,
+)
 from train.families.settings.causal import CausalSettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
-from train.families.settings.medusa import Medusa2Settings, MedusaSettings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import (
+    LayerSkip2Settings,
+    LayerSkipSettings,
+    Medusa2Settings,
+    MedusaSettings,
+    MtpSettings,
+)
 
 TRAINED_FAMILIES: dict[str, type[FamilySettings]] = {
     cls().family: cls

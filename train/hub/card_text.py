@@ -10,7 +10,7 @@ from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.common.template_choice import describe
+from decode.common.chat.choice import describe
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_speedup, format_value

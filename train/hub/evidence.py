@@ -1,19 +1,66 @@
 """Measurements that are published with a draft: their files, and what they must be about."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
 from decode.common.errors import UserError
-from decode.common.published import published
+from decode.common.provenance import Hardware
+from decode.common.published import Digest, Name, Place, Private, PromptId, Version, Word, published
 from decode.common.typed_json import read_object
-from eval.results.referee import RefereeResult
 from eval.results.report import EvalReport, read_measurements
 from eval.results.tuned import TunedReport
 
 REFEREE_FILE = "the greedy result of scripts/referee.py --out, without --temperature"
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A prompt that both sides decoded differently."""
+
+    task: Name
+    id: PromptId
+    gap: float | None
+    """Of the target's two best logits at the first difference; None if the outputs are the same."""
+
+
+@dataclass(frozen=True)
+class SideCounts:
+    """What one side drafted and accepted, over all prompts."""
+
+    rounds: int | None
+    drafted: int
+    accepted: int
+    by_position: list[int]
+
+
+@dataclass(frozen=True)
+class RefereeTotals:
+    ours: SideCounts
+    vllm: SideCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefereeResult:
+    """Whether vLLM decodes prompts as this decoder does, with the same draft: the greedy result of scripts/referee.py,
+    of which only what is published is read, not the compared token ids."""
+
+    draft: Place
+    draft_sha256: Digest
+    family: Word
+    k: int
+    vllm: Version
+    prompts: int
+    same: int
+    ties: list[Disagreement]
+    differ: list[Disagreement]
+    totals: RefereeTotals
+    argv: Private[list[str]] = field(default_factory=list)
+    git: Digest | None = None
+    versions: dict[Word, Version] = field(default_factory=dict)
+    hardware: Hardware = Hardware()
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.checkpoints.draft_folder import DraftMetadata
+from decode.common.chat.choice import NAME
 from decode.common.errors import UserError
 from decode.common.published import WITHHELD
-from decode.common.template_choice import NAME
 from decode.serving.checker import ENGINES_OF_CARD
 from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.reporting.formatting import format_estimate

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from decode.common.chat.choice import TemplateSetting
 from decode.common.ranges import (
     Count,
     CountOrZero,
@@ -14,7 +15,6 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams, TargetSettings
-from decode.common.template_choice import TemplateSetting
 from train.settings.data import FilterConfig, PromptSource, TurnSelection
 
 

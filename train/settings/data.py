@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from decode.common.chat.choice import TemplateSetting
 from decode.common.errors import UserError
 from decode.common.published import Folder
 from decode.common.ranges import Count, CountOrZero, Seed, Share, above, at_least, zero_or
-from decode.common.template_choice import TemplateSetting
 
 TurnSelection = Literal["last", "all"]
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode.common import damage
+from decode.common.chat.choice import with_template
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
-from decode.common.template_choice import with_template
 from decode.drafts.base import Draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
@@ -46,17 +47,17 @@ class AcceptanceEval:
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
         prompts = read_prompts(sources, seed)
-        tokenizers = [with_template(target.tokenizer, template) for template in templates]
-        usable = [one for one in tokenizers if _renders(one, prompts[0])]
-        if len(usable) < len(tokenizers):
+        given = [ChatTemplate(with_template(target.tokenizer, one), one) for one in templates]
+        usable = [one for one in given if _renders(one, prompts[0])]
+        if len(usable) < len(given):
             damage.warn(
                 "acceptance in training is measured without the chat templates of the samples that need more than a "
                 "user's message, such as tools"
             )
         self.prompts = [
-            encode_prompt(tokenizer, prompt)
-            for prompt, tokenizer in zip(
-                prompts, itertools.cycle(usable or [target.tokenizer]), strict=False
+            encode_prompt(template, prompt)
+            for prompt, template in zip(
+                prompts, itertools.cycle(usable or [target.chat]), strict=False
             )
         ]
 
@@ -80,10 +81,10 @@ class AcceptanceEval:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def _renders(tokenizer: Any, prompt: Prompt) -> bool:
-    """Whether the tokenizer's chat template renders the prompt."""
+def _renders(template: ChatTemplate, prompt: Prompt) -> bool:
+    """Whether the chat template renders the prompt."""
     try:
-        encode_prompt(tokenizer, prompt)
+        encode_prompt(template, prompt)
     except UserError:
         return False
     return True

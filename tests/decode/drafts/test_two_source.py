@@ -276,7 +276,9 @@ def test_a_draft_that_does_not_catch_up_is_seen(
     """The tests above are blind if stale K/V goes unseen, of rounds in which the draft was asked or was not."""
     right = owner.skip
 
-    def forgetful(draft: Any, history: Tensor, length: Tensor, k: int, after: bool = False) -> None:
+    def forgetful(
+        draft: Any, history: Tensor, length: Tensor, k: int, proposed: bool = False
+    ) -> None:
         if proposed != where:
             right(draft, history, length, k, proposed)
 

@@ -11,8 +11,7 @@ import pytest
 from decode.common.errors import UserError
 from decode.serving.log_counts import EngineLog, RequestCounts, by_position
 from eval import rescore
-from eval.served.logs import read_log
-from eval.served.scoring import compare, match_prompts, score
+from eval.served.scoring import compare, match_prompts, read_log, score
 from tests.worlds import ROOT
 
 LOGS = ROOT / "tests" / "golden" / "engine_logs"

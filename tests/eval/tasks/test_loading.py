@@ -13,7 +13,7 @@ from decode.common.journal import Journal
 from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
-from eval.benchmark.multi_turn import load_eval_prompts
+from eval.benchmark.untimed_passes import load_eval_prompts
 from eval.checks import answer_quality, sandbox
 from eval.tasks import dataset_specs, row_files
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.model.loading import Target
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
@@ -218,8 +219,8 @@ def test_a_row_is_the_chat_that_it_means_in_training_and_evaluation(
     path = write(tmp_path / "rows.jsonl", [row for row, _, _ in PROMPTS])
     wanted = [served(target.tokenizer, chat, tools) for _, chat, tools in PROMPTS]
     prompts = read(path, monkeypatch)
-    assert [encode_prompt(target.tokenizer, prompt) for prompt in prompts] == wanted
-    assert encode_prompts(target.tokenizer, prompts) == wanted
+    assert [encode_prompt(target.chat, prompt) for prompt in prompts] == wanted
+    assert encode_prompts(target.chat, prompts) == wanted
     items = load_task_prompts(Task("own", str(path)), target)
     assert [item.prompt_ids for item in items] == wanted
 
@@ -249,16 +250,16 @@ def test_nulls_of_arrow_are_no_text(
     assert raw[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["zone"] is None
     made = target.tokenizer
     asked = [served(made, chat[:-1], tools) for chat, tools in CHATS_IN_ARROW]
-    assert encode_prompts(made, read(path, monkeypatch)) == asked
+    assert encode_prompts(ChatTemplate(made), read(path, monkeypatch)) == asked
     assert [item.prompt_ids for item in load_task_prompts(Task("own", str(path)), target)] == asked
     stored = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
     stream = stored.to_iterable_dataset()
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream)
         prompts = read_prompts([PromptSource("hub", "some/data", streaming=True)], 0)
-    assert encode_prompts(made, prompts) == asked
+    assert encode_prompts(ChatTemplate(made), prompts) == asked
     for prompt, (chat, tools) in zip(read(path, monkeypatch, True), CHATS_IN_ARROW, strict=True):
-        script = conversation_with_replies(made, prompt, "all", END)
+        script = conversation_with_replies(ChatTemplate(made), prompt, "all", END)
         ids, spans = join_turns(script.prompt_segments, script.replies)
         assert ids == served(made, chat, tools, opened=False)[:-1]  # without the newline behind EOS
         learned = [made.decode(ids[start:end]) for start, end in spans]
@@ -291,7 +292,7 @@ def test_arguments_from_arrow(
     path = write(tmp_path / "rows.parquet", [{"messages": chat} for chat in chats])
     meant_chat = [user("0?"), call("f", meant), result("1")]
     wanted = served(target.tokenizer, meant_chat)
-    assert encode_prompt(target.tokenizer, read(path, monkeypatch)[0]) == wanted
+    assert encode_prompt(target.chat, read(path, monkeypatch)[0]) == wanted
     assert load_task_prompts(Task("own", str(path)), target)[0].prompt_ids == wanted
 
 
@@ -322,7 +323,7 @@ def test_nulls_in_arrow_s_json_are_what_the_row_said(
     assert [item.prompt_ids for item in items] == wanted
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
     prompts = read_prompts([PromptSource("hub", "some/data", streaming=streaming)], 0)
-    assert encode_prompts(target.tokenizer, prompts) == wanted
+    assert encode_prompts(target.chat, prompts) == wanted
 
 
 # ---- the answer of a row: (row, the chat that is learned, what of it are labels; None: it has no answer) ----
@@ -378,7 +379,7 @@ def test_answers_are_learned_and_questions_are_not(
     assert f"{path}:{first}:" in log.lines()[-1]
     for prompt, (chat, tools) in zip(prompts, answered, strict=True):
         for turns in ("all", "last"):
-            script = conversation_with_replies(made, prompt, turns, END)
+            script = conversation_with_replies(ChatTemplate(made), prompt, turns, END)
             ids, spans = join_turns(script.prompt_segments, script.replies)
             assert ids == served(made, chat, tools, opened=False)[:-1]
             replies = [text_of(message) for message in chat if message["role"] == "assistant"]
@@ -540,12 +541,12 @@ def test_tools_without_a_template_are_refused(
     pair, whole = read(write(tmp_path / "rows.jsonl", rows), monkeypatch, True)
     assert (whole.text, whole.tools) == ("a", None)
     with pytest.raises(UserError, match=r"prompt .* of rows.jsonl: the prompt has tools"):
-        conversation_with_replies(byte_tokenizer(), pair, "last", END)
+        conversation_with_replies(ChatTemplate(byte_tokenizer()), pair, "last", END)
     prompt = make_prompt("test", "Oslo?", [WEATHER])
     with pytest.raises(
         UserError, match="prompt .* of test: the prompt has tools, .*no chat template"
     ):
-        encode_prompt(byte_tokenizer(), prompt)
+        encode_prompt(ChatTemplate(byte_tokenizer()), prompt)
 
 
 def test_a_call_has_no_text_for_the_filters() -> None:
@@ -671,7 +672,7 @@ def test_the_examples_of_the_documentation_are_read(
     [item] = load_task_prompts(Task("own", str(path)), target)
     [prompt] = read_prompts([PromptSource("file", str(path))], 0)
     wanted = served(target.tokenizer, asked, tools)
-    assert item.prompt_ids == encode_prompt(target.tokenizer, prompt) == wanted
+    assert item.prompt_ids == encode_prompt(target.chat, prompt) == wanted
 
 
 def test_the_documentation_has_an_example_of_every_form() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from tests.worlds import byte_tokenizer
 from train.data.conversations import (
@@ -65,21 +66,23 @@ def test_the_supervised_text_is_the_replies_and_their_ends(template: str) -> Non
     made = tokenizer(template)
     whole, learned = text_of(
         made,
-        conversation_with_replies(made, chat("a?", "a", "a a?", "a a", system="a"), "all", EOS),
+        conversation_with_replies(
+            ChatTemplate(made), chat("a?", "a", "a a?", "a a", system="a"), "all", EOS
+        ),
     )
     assert learned == ["a<1>", "a a<1>"]
     assert whole == (
         "<2>system\na<1>\n<2>user\na?<1>\n<2>assistant\na<1>\n<2>user\na a?<1>\n<2>assistant\na a<1>"
     )
     _, learned = text_of(
-        made, conversation_with_replies(made, chat("q", "a", "r", "b"), "last", EOS)
+        made, conversation_with_replies(ChatTemplate(made), chat("q", "a", "r", "b"), "last", EOS)
     )
     assert learned == ["b<1>"]
 
 
 def segments(tokenizer: Any, prompt: Prompt, turns: Any) -> Any:
     """What stands before each reply that the target will generate."""
-    [found] = conversations_without_replies(tokenizer, [prompt], turns)
+    [found] = conversations_without_replies(ChatTemplate(tokenizer), [prompt], turns)
     return found.prompt_segments
 
 
@@ -87,7 +90,7 @@ def test_the_row_is_what_the_template_gives(monkeypatch: pytest.MonkeyPatch) -> 
     """Bug: turns tokenised one by one give other ids than the chat as it is served."""
     made = tokenizer(CHATML)
     prompt = chat("één", "zwei\n", "drei ", "🙂 vier")
-    script = conversation_with_replies(made, prompt, "all", EOS)
+    script = conversation_with_replies(ChatTemplate(made), prompt, "all", EOS)
     ids, spans = join_turns(script.prompt_segments, script.replies)
     served = made.apply_chat_template(prompt.messages, tokenize=True, return_dict=False)
     assert ids == served[: len(ids)]
@@ -103,11 +106,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     """Bug: replies are learned in a form that the target never sees or says."""
     made = tokenizer(REASONING)
     with pytest.raises(UserError, match="0 of test.*set turns to last"):
-        conversation_with_replies(made, chat("q", "a", "r", "b"), "all", EOS)
+        conversation_with_replies(ChatTemplate(made), chat("q", "a", "r", "b"), "all", EOS)
     with pytest.raises(UserError, match="0 of test.*set turns to last"):
         segments(made, chat("q", "a", "r"), "all")
     whole, learned = text_of(
-        made, conversation_with_replies(made, chat("q", "a", "r", "b"), "last", EOS)
+        made, conversation_with_replies(ChatTemplate(made), chat("q", "a", "r", "b"), "last", EOS)
     )
     assert learned == [
         "<think>\n</think>\nb<1>"
@@ -115,23 +118,25 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     assert "<2>assistant\na<1>" in whole
     assert len(segments(made, chat("q", "a", "r"), "last")) == 1
     with pytest.raises(UserError, match="one turn only"):
-        conversation_with_replies(tokenizer(ALTERNATING), chat("q", "a", "r", "b"), "all", EOS)
+        conversation_with_replies(
+            ChatTemplate(tokenizer(ALTERNATING)), chat("q", "a", "r", "b"), "all", EOS
+        )
 
 
 def test_a_prompt_with_its_answer() -> None:
     """Bug: with a template the pair is not put as a chat; without one the prompt is learned or the end is missing."""
     pair = make_prompt("test", ("1 + 1 =", " 2"))
     made = tokenizer(CHATML)
-    assert text_of(made, conversation_with_replies(made, pair, "last", EOS)) == (
+    assert text_of(made, conversation_with_replies(ChatTemplate(made), pair, "last", EOS)) == (
         "<2>user\n1 + 1 =<1>\n<2>assistant\n 2<1>", [" 2<1>"]
     )  # fmt: skip
     plain = tokenizer(None)
-    assert text_of(plain, conversation_with_replies(plain, pair, "last", EOS)) == (
+    assert text_of(plain, conversation_with_replies(ChatTemplate(plain), pair, "last", EOS)) == (
         "1 + 1 = 2<eos>",
         [" 2<eos>"],
     )
     with pytest.raises(UserError, match="no chat template"):
-        conversation_with_replies(plain, chat("q", "a"), "all", EOS)
+        conversation_with_replies(ChatTemplate(plain), chat("q", "a"), "all", EOS)
 
 
 def test_a_greeting_is_read_and_not_learned() -> None:
@@ -140,7 +145,9 @@ def test_a_greeting_is_read_and_not_learned() -> None:
     roles = ("assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, "abc", strict=True)]
     for turns in ("all", "last"):
-        script = conversation_with_replies(made, make_prompt("test", messages), turns, EOS)
+        script = conversation_with_replies(
+            ChatTemplate(made), make_prompt("test", messages), turns, EOS
+        )
         whole, learned = text_of(made, script)
         assert learned == ["c<1>"]
         assert whole == "<2>assistant\na<1>\n<2>user\nb<1>\n<2>assistant\nc<1>"

@@ -28,12 +28,19 @@ from train.data.sample_store import SampleRow
 from train.families import ttt_attention
 from train.families.base import FamilyContext
 from train.families.builders import build_trainable
-from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.blocks import (
+    DFlashSettings,
+    DSparkSettings,
+    PardSettings,
+    PEagleSettings,
+)
 from train.families.settings.causal import CausalSettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
-from train.families.settings.layerskip import LayerSkip2Settings, LayerSkipSettings
-from train.families.settings.medusa import Medusa2Settings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import (
+    LayerSkip2Settings,
+    LayerSkipSettings,
+    Medusa2Settings,
+    MtpSettings,
+)
 from train.settings.training import LossWeights
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.live import compute_hidden_states

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decode.common.chat.render import ChatTemplate
 from tests.worlds import byte_tokenizer
 from train.data.conversations import Prompt, encode_prompt, prompt_text
 from train.data.filters import EvaluationOverlap, NearDuplicates
@@ -56,7 +57,7 @@ def test_prompts_are_kept_and_counted_as_step_by_step(
     read = list(stream_prompts(s.sources, s.seed, log))
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     clean = [prompt for prompt in read if not evaluation.overlaps(prompt_text(prompt))]
-    ids = {prompt.id: encode_prompt(tokenizer, prompt) for prompt in clean}
+    ids = {prompt.id: encode_prompt(ChatTemplate(tokenizer), prompt) for prompt in clean}
     fitting = [prompt for prompt in clean if 30 <= len(ids[prompt.id]) <= 220]
     unlike = NearDuplicates(0.8)
     kept: list[Prompt] = []

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.model import names
 from tests.rows import write_rows
@@ -270,10 +271,12 @@ def test_evaluation_texts_are_those_of_the_eval_folder(root: Path) -> None:
 def test_plain_text_without_template_is_encoded_as_it_is() -> None:
     """Bug: plain text is wrapped in a chat that a base model has never seen."""
     tokenizer = tiny_tokenizer(None)
-    assert encode_prompt(tokenizer, text_prompt("hello world")) == words("<s> hello world")
-    assert encode_prompt(tokenizer, text_prompt("<s> hello")) == words("<s> hello")
+    assert encode_prompt(ChatTemplate(tokenizer), text_prompt("hello world")) == words(
+        "<s> hello world"
+    )
+    assert encode_prompt(ChatTemplate(tokenizer), text_prompt("<s> hello")) == words("<s> hello")
     with pytest.raises(UserError, match="no chat template"):
-        encode_prompt(tokenizer, chat_prompt({"role": "user", "content": "hello"}))
+        encode_prompt(ChatTemplate(tokenizer), chat_prompt({"role": "user", "content": "hello"}))
 
 
 def test_template_and_tokenizer_do_not_both_add_bos() -> None:
@@ -281,10 +284,10 @@ def test_template_and_tokenizer_do_not_both_add_bos() -> None:
     tokenizer = tiny_tokenizer(TEMPLATE)
     expected = words("<s> [user] hello world [assistant]")
     chat = chat_prompt({"role": "user", "content": "hello world"})
-    assert encode_prompt(tokenizer, chat) == expected
-    assert encode_prompt(tokenizer, text_prompt("hello world")) == expected
+    assert encode_prompt(ChatTemplate(tokenizer), chat) == expected
+    assert encode_prompt(ChatTemplate(tokenizer), text_prompt("hello world")) == expected
     twice = tiny_tokenizer("{{ bos_token }} " + TEMPLATE)
-    assert encode_prompt(twice, chat) == expected
+    assert encode_prompt(ChatTemplate(twice), chat) == expected
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, "{{ bos_token }} " + TEMPLATE])
@@ -298,18 +301,18 @@ def test_many_prompts_are_encoded_as_one(template: str | None) -> None:
                 {"role": "system", "content": "hello"}, {"role": "user", "content": "world"}
             )
         ]
-    single = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    assert encode_prompts(tokenizer, prompts) == single
+    single = [encode_prompt(ChatTemplate(tokenizer), prompt) for prompt in prompts]
+    assert encode_prompts(ChatTemplate(tokenizer), prompts) == single
     bad = dataclasses.replace(text_prompt("\ud800"), id="bad#0")
     with pytest.raises(UserError, match="prompt bad#0 of test: the prompt has .*surrogate"):
-        encode_prompts(tokenizer, [*prompts, bad])
+        encode_prompts(ChatTemplate(tokenizer), [*prompts, bad])
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
     """Bug: a template's raise_exception ends in a Jinja traceback."""
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"0#0 of test.*roles must alternate"):
-        encode_prompt(tokenizer, text_prompt("hello"))
+        encode_prompt(ChatTemplate(tokenizer), text_prompt("hello"))
 
 
 def texts_learned(source: PromptSource) -> list[str | None]:

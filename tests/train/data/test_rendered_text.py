@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from transformers import AddedToken
 
+from decode.common.chat.probe import TemplateMarks
+from decode.common.chat.render import ChatTemplate
 from tests import worlds
 from tests.rows import file_sources, sample, write_rows
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.data.conversations import Prompt
-from train.data.template_probe import TemplateMarks, template_marks
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -83,7 +84,7 @@ MARKS = {
 
 @pytest.mark.parametrize("template", MARKS)
 def test_the_marks_of_a_template_are_found_by_rendering(template: str | None) -> None:
-    marks = template_marks(tokenizer_with(template))
+    marks = ChatTemplate(tokenizer_with(template)).marks
     assert marks == MARKS[template]
     if template not in (PLAIN, None):
         for contents in (["Hi there"], ["Hi", "Yes.", "And?"], ["Hi", "Yes."]):
@@ -91,8 +92,8 @@ def test_the_marks_of_a_template_are_found_by_rendering(template: str | None) ->
 
 
 def test_a_template_that_refuses_the_probe_has_no_marks() -> None:
-    assert template_marks(tokenizer_with("{{ raise_exception('no') }}")) == TemplateMarks()
-    assert template_marks(tokenizer_with("{{ messages[0].content }}")) == TemplateMarks()
+    assert ChatTemplate(tokenizer_with("{{ raise_exception('no') }}")).marks == TemplateMarks()
+    assert ChatTemplate(tokenizer_with("{{ messages[0].content }}")).marks == TemplateMarks()
 
 
 @pytest.mark.parametrize(
@@ -108,19 +109,21 @@ def test_a_template_that_refuses_the_probe_has_no_marks() -> None:
     ],
 )
 def test_other_texts_are_not_taken_for_rendered_ones(template: str, text: str) -> None:
-    assert template_marks(tokenizer_with(template)).found_in(text) == ""
+    assert ChatTemplate(tokenizer_with(template)).marks.found_in(text) == ""
 
 
 def test_only_what_is_asked_is_looked_at() -> None:
     marks = MARKS[CHATML]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<|im_start|>"}]
-    assert marks.found_in_prompt(Prompt("1", "s", None, messages, 0)) == ""
+    assert marks.found_in(*Prompt("1", "s", None, messages, 0).texts_asked) == ""
     system = [
         {"role": "system", "content": "<|im_start|>system"},
         {"role": "user", "content": "Hi"},
     ]
-    assert marks.found_in_prompt(Prompt("1", "s", None, system, 0)) == "<|im_start|>"
-    assert marks.found_in_prompt(Prompt("1", "s", "<|im_start|>user", None, 0)) == "<|im_start|>"
+    assert marks.found_in(*Prompt("1", "s", None, system, 0).texts_asked) == "<|im_start|>"
+    assert (
+        marks.found_in(*Prompt("1", "s", "<|im_start|>user", None, 0).texts_asked) == "<|im_start|>"
+    )
 
 
 # ---- the commands ----

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from decode.common.chat.render import ChatTemplate
 from decode.model.loading import tokenizer_fingerprint
 from tests import worlds
 from tests.rows import sample_row
@@ -70,7 +71,7 @@ def row_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -
     """The chat as the sampling command would store it, had the target given these replies."""
     asked = make_prompt("chats", messages[:-1])
     whole = make_prompt("chats", messages)
-    script = conversation_with_replies(tokenizer, whole, "all", frozenset({END}))
+    script = conversation_with_replies(ChatTemplate(tokenizer), whole, "all", frozenset({END}))
     ids, spans = join_turns(script.prompt_segments, script.replies)
     return sample_row(ids, spans, asked.id, "chats")
 

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from decode.common.chat.render import ChatTemplate
 from tests import worlds
 from tests.train.doctor_checks.sets import chats, clean_rows, row_of, save_set, save_target
 from train.data import sample_store
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
-from train.data.template_probe import probe
 from train.doctor_checks.rendering import masked_texts, print_samples
 from train.doctor_checks.rows import SeenRow
 
@@ -24,7 +24,8 @@ NASTY = "<script>alert('1 & 2')</script> \"quoted\" </pre></mark> é🙂"
 
 
 def seen(tokenizer: PreTrainedTokenizerFast, row: SampleRow) -> SeenRow:
-    return SeenRow(row["id"], row, tokenizer, probe(tokenizer), True)
+    chat = ChatTemplate(tokenizer)
+    return SeenRow(row["id"], row, chat, chat.probe, True)
 
 
 def supervised_text(tokenizer: PreTrainedTokenizerFast, row: SampleRow) -> str:
@@ -135,7 +136,7 @@ def test_what_is_kept_of_a_row(tmp_path: Path) -> None:
     assert row.asked != ""
     kept = row.kept()
     assert {"ids", "text", "asked", "messages"} <= vars(row).keys()
-    assert vars(kept).keys() == {"id", "row", "tokenizer", "template", "chosen"}
+    assert vars(kept).keys() == {"id", "row", "chat", "template", "chosen"}
     assert not np.shares_memory(np.asarray(kept.row["input_ids"]), np.asarray(row.row["input_ids"]))
     assert (kept.ids, kept.text, kept.spans) == (row.ids, row.text, row.spans)
 

@@ -12,7 +12,7 @@ from train.families.base import FamilyContext, TrainableDraft
 from train.families.builders import build_trainable
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.medusa import MedusaSettings
+from train.families.settings.heads import MedusaSettings
 from train.trainer.settings import DistillConfig
 
 DRAFTS = {

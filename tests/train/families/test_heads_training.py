@@ -50,7 +50,7 @@ from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.medusa import MedusaSettings
+from train.families.settings.heads import MedusaSettings
 from train.losses import chunked_sums, divergences
 from train.settings.training import LossWeights
 from train.trainer.loop import window_means

@@ -38,7 +38,7 @@ from train.families.layerskip2 import (
     exit_weights,
 )
 from train.families.lora_target import LoraTarget
-from train.families.settings.layerskip import LayerSkip2Settings
+from train.families.settings.heads import LayerSkip2Settings
 from train.trainer.settings import DistillConfig
 
 LAYERS = 4

@@ -23,7 +23,7 @@ from train.families import layerskip
 from train.families.base import FamilyContext
 from train.families.builders import build_trainable
 from train.families.layerskip import ExitTrainer
-from train.families.settings.layerskip import LayerSkipSettings
+from train.families.settings.heads import LayerSkipSettings
 from train.teacher.live import LiveTeacher, TeacherOutput
 from train.trainer.settings import DistillConfig
 

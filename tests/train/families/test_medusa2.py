@@ -26,7 +26,7 @@ from train.families.base import FamilyContext
 from train.families.builders import build_trainable
 from train.families.lora_target import LoraTarget
 from train.families.settings.base import FamilySettings
-from train.families.settings.medusa import Medusa2Settings
+from train.families.settings.heads import Medusa2Settings
 from train.settings.training import DivergenceConfig, LossWeights
 
 

@@ -23,7 +23,7 @@ from train.families.alignment import Alignment
 from train.families.base import FamilyContext
 from train.families.builders import build_trainable
 from train.families.head_loss import SupervisedRows
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import MtpSettings
 from train.trainer.settings import DistillConfig
 
 STEPS = 3

@@ -22,13 +22,15 @@ from train.families.base import FamilyContext
 from train.families.builders import build_trainable
 from train.families.eagle import EagleTrainer
 from train.families.settings.base import FamilySettings
-from train.families.settings.blocks import PardSettings, PEagleSettings
+from train.families.settings.blocks import (
+    DFlashSettings,
+    DSparkSettings,
+    PardSettings,
+    PEagleSettings,
+)
 from train.families.settings.causal import CausalSettings
-from train.families.settings.dflash import DFlashSettings, DSparkSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.layerskip import LayerSkipSettings
-from train.families.settings.medusa import MedusaSettings
-from train.families.settings.mtp import MtpSettings
+from train.families.settings.heads import LayerSkipSettings, MedusaSettings, MtpSettings
 from train.settings.training import LossWeights
 from train.trainer.settings import DistillConfig
 

@@ -26,7 +26,8 @@ from tokenizers import (
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decode.checkpoints import eagle_layouts, layouts
-from decode.common import chat_template as common_chat_template
+from decode.common.chat.render import ChatTemplate
+from decode.common.errors import UserError
 from decode.common.progress import format_bytes
 from decode.common.settings import parse_settings
 from decode.drafts.registry import load_draft
@@ -277,7 +278,7 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
         messages, answer = spoken(talks, kind)
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
         reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        script = Conversation([encode_prompt(tokenizer, prompt)], [reply])
+        script = Conversation([encode_prompt(ChatTemplate(tokenizer), prompt)], [reply])
         rows.append(make_row(SampleConfig(), prompt, script, "eos"))
     return rows
 
@@ -349,8 +350,8 @@ def test_what_is_learned_is_the_answer_with_its_end(kind: str) -> None:
             assert before.startswith(talk.bos)
     refused = [{"role": "user", "content": "a"}] * 2
     if kind == "gemma3":
-        with pytest.raises(common_chat_template.UserError, match="roles"):
-            common_chat_template.encode_prompt(tokenizer, refused)
+        with pytest.raises(UserError, match="roles"):
+            ChatTemplate(tokenizer).encode(refused)
 
 
 # ---- every recipe runs ----
@@ -413,10 +414,7 @@ def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Pa
     target = load_target(str(name), "cpu")
     plain = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     draft = load_draft(str(out), target)
-    prompts = [
-        common_chat_template.encode_prompt(target.tokenizer, text)
-        for text in ("Name a colour.", "Hi!")
-    ]
+    prompts = [target.chat.encode(text) for text in ("Name a colour.", "Hi!")]
     ends = sorted(target.eos)
     want = [hf_text(plain, ids, max_new_tokens=12, eos_token_id=ends) for ids in prompts]
     outputs = decode(target, draft, prompts, k=3, max_new_tokens=12)

@@ -24,7 +24,7 @@ from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.builders import build_trainable
 from train.families.registry import TRAINED_FAMILIES, family_settings
-from train.families.settings.medusa import MedusaSettings
+from train.families.settings.heads import MedusaSettings
 from train.losses import chunked_sums
 from train.planning import estimates, resources, shape_run
 from train.planning.shape_run import ShapeRun, StepWorkload, made_up_rows

@@ -36,7 +36,7 @@ from train.families.builders import build_trainable
 from train.families.settings.base import FamilySettings
 from train.families.settings.causal import CausalSettings
 from train.families.settings.eagle import Eagle1Settings, Eagle3Settings
-from train.families.settings.medusa import MedusaSettings
+from train.families.settings.heads import MedusaSettings
 from train.teacher import feature_codec, feature_extraction, feature_store
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.feature_store import FeatureStore

@@ -1,12 +1,13 @@
-"""The settings of drafts that are trained at a drawn depth of each block: PARD and P-EAGLE."""
+"""The settings of drafts of a block in one pass: PARD and P-EAGLE, DFlash and DSpark."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.ranges import CountOrZero, Share, at_least
+from train.families.settings.base import saved_vocab
 from train.families.settings.causal import CausalSettings
-from train.families.settings.eagle import EagleNetSettings
+from train.families.settings.eagle import EagleNetSettings, FusedHeadSettings
 from train.settings.training import TrainingDefaults
 
 
@@ -62,3 +63,86 @@ class PEagleSettings(BlockSettings, EagleNetSettings):
 
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return super().sizes_of(config, layers) | {"mask_token": config.get("mask_token_id")}
+
+
+@dataclass
+class DFlashSettings(FusedHeadSettings):
+    """Layers over a block of masks, which read the target's states as keys and values."""
+
+    family: Literal["dflash"] = "dflash"
+    FORMER_DEFAULTS: ClassVar[dict[str, int]] = {"depth": 2, "block": 8}
+
+    vocab: CountOrZero | None = 0
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
+    32,000."""
+    taps: list[CountOrZero] = field(default_factory=list)
+    """Layers whose input hidden states are read; empty: five, evenly from 2 to L-2 of L layers."""
+    block: Annotated[int, at_least(1, 64)] = 15
+    """Tokens drafted in one pass."""
+    depth: Annotated[int, at_least(1, 64)] = 5
+    """Layers of the draft."""
+    anchors: Share = 0.25
+    """Share of a text's positions from which a block is trained in a step."""
+    mask_token: CountOrZero | None = None
+    """Id of the token in place of one not drafted yet; null: the one that answers have least often."""
+
+    training = TrainingDefaults(
+        "SpecForge, qwen3-8b-dflash-online.yaml",
+        lr=6e-4, warmup=0.04, min_lr=0.0, max_length=3072, loss="hard_ce", decay=0.867,
+    )  # fmt: skip
+    description = "a DFlash head"
+    hub_tag = "dflash"
+    idle_slots: ClassVar[int] = 1
+    """Slots of a block that predict nothing: that of the anchor."""
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {
+            "vocab": saved_vocab(config),
+            "taps": config["eagle_aux_hidden_state_layer_ids"],
+            "depth": config["num_hidden_layers"],
+            "block": config["block_size"] - self.idle_slots,
+            "mask_token": config["dflash_config"]["mask_token_id"],
+        }
+
+    def new_config(
+        self, target: Any, vocab: int, size: int, layers: Sequence[int], mask_token: int
+    ) -> dict[str, Any]:
+        """config.json of a new draft with `size` tokens in its vocabulary, for a `target` of this config."""
+        from decode.checkpoints import block_layouts
+
+        block = self.block + self.idle_slots
+        return block_layouts.dflash_config(
+            target, vocab, size, layers, self.depth, block, mask_token, self.rank
+        )
+
+    @property
+    def rank(self) -> int:
+        """Of DSpark's correction; 0: there is none."""
+        return 0
+
+
+@dataclass
+class DSparkSettings(DFlashSettings):
+    """DFlash with a low-rank correction by the token before, and a confidence."""
+
+    family: Literal["dspark"] = "dspark"  # type: ignore[assignment]
+    block: Annotated[int, at_least(1, 64)] = 7
+    """Tokens drafted in one pass."""
+    markov_rank: Annotated[int, at_least(1, 4096)] = 256
+    """Rank of the correction by the token before."""
+
+    training = TrainingDefaults(
+        "DeepSpec, config/dspark/dspark_qwen3_8b.py",
+        lr=6e-4, warmup=0.04, min_lr=0.0, max_length=4096,
+        loss="tv", mix=(("tv", 0.8), ("hard_ce", 0.1)), decay=0.779,
+    )  # fmt: skip
+    description = "a DSpark head"
+    hub_tag = "dspark"
+    idle_slots = 0
+
+    @property
+    def rank(self) -> int:
+        return self.markov_rank
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return super().sizes_of(config, layers) | {"markov_rank": config["markov_rank"]}

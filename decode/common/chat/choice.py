@@ -11,12 +11,11 @@ server's.
 
 import copy
 import functools
-import hashlib
 import json
 import keyword
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jinja2
@@ -25,6 +24,11 @@ from jinja2 import nodes
 from decode.common.errors import UserError
 from decode.common.ranges import Meaning
 
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+"""What a chat may call: JSON schemas of functions."""
+Arguments = dict[str, Any]
+"""A chat's own arguments of the template, such as {"enable_thinking": False}."""
 TemplateSetting = str | dict[str, Any]
 TrainedTemplate = Annotated[
     TemplateSetting | None,
@@ -111,8 +115,8 @@ def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
         for key, value in arguments.items()
     )
     made = copy.copy(tokenizer)
-    texts = {key: defaults + text for key, text in _texts(chosen).items()}
-    made.chat_template = texts if isinstance(chosen, dict) else texts.get("")
+    texts = {key: defaults + text for key, text in chosen.items()}
+    made.chat_template = texts.get("", texts or None)
     return made
 
 
@@ -123,32 +127,24 @@ def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
         raise UserError(
             f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
         )
-    found = [_names(text) for text in _texts(_chosen(tokenizer.chat_template, name)).values()]
-    if None in found:  # a template that is no Jinja may read anything
-        return
-    names = [one for one in found if one is not None]
+    names = [names_in(text) for text in _chosen(tokenizer.chat_template, name).values()]
     known = ", ".join(sorted({key for one in names for key in one.arguments}))
     for key in arguments:
-        if not any(key in one.read for one in names):
+        if not any(one.read is None or key in one.read for one in names):
             reads = f"it reads {known}" if known else "it reads none"
             raise UserError(f"--template: the chat template does not read {key}; {reads}")
 
 
-def _texts(chosen: str | dict[str, str] | None) -> dict[str, str]:
-    """{name: template}; the name of an only one is ""."""
-    return chosen if isinstance(chosen, dict) else {} if chosen is None else {"": chosen}
-
-
-def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str] | None:
-    """The template of that name; without a name those that are taken by default."""
+def _chosen(own: str | dict[str, str] | None, name: str) -> dict[str, str]:
+    """{"": the template of that name}; without a name those that are taken by default, {} for no template."""
     if name == NONE or own is None:
-        return None
+        return {}
     if not isinstance(own, dict):
         if name in ("", DEFAULT):
-            return own
+            return {"": own}
         others = "it has one, unnamed"
     elif name in own:
-        return own[name]
+        return {"": own[name]}
     elif not name and DEFAULT in own:
         return {key: own[key] for key in (DEFAULT, TOOL_USE) if key in own}
     else:
@@ -162,21 +158,6 @@ def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str]
     raise UserError(f"the target has no chat template {name!r:.60}: {others}")
 
 
-def template_text(tokenizer: Any, tools: Any = None) -> str | None:
-    """The template of a chat with these tools, as transformers chooses it; None for a name that is missing."""
-    own = tokenizer.chat_template
-    if not isinstance(own, dict):
-        return own
-    return own.get(TOOL_USE if tools is not None and TOOL_USE in own else DEFAULT)
-
-
-def template_hash(tokenizer: Any) -> str | None:
-    """16 hex digits of the tokenizer's chat template with its arguments; None without one."""
-    own = tokenizer.chat_template
-    text = json.dumps(own, sort_keys=True) if isinstance(own, dict) else own
-    return text and hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def describe(setting: Mapping[str, Any]) -> str:
     """The setting as one would write it behind --template, such as '{enable_thinking: false}'."""
     if not setting:
@@ -187,19 +168,11 @@ def describe(setting: Mapping[str, Any]) -> str:
     return f"'{{{', '.join(written)}}}'"
 
 
-def arguments_to_give(text: str, given: Iterable[str]) -> frozenset[str]:
-    """Arguments that the template may print, and that are not among `given` and have no default in it."""
-    found = _names(text)
-    return frozenset() if found is None else found.needed.difference(given)
-
-
 def undefined_argument(text: str, error: Exception) -> str:
     """The argument whose lack is the template's error; "" for any other error."""
-    found = _names(text)
     name = re.match(r"'(\w+)' is undefined", str(error))
-    if found is None or name is None or name[1] not in found.arguments:
-        return ""
-    return name[1] if isinstance(error, jinja2.UndefinedError) else ""
+    is_argument = name is not None and name[1] in names_in(text).arguments
+    return name[1] if name and is_argument and isinstance(error, jinja2.UndefinedError) else ""
 
 
 def missing_argument_error(name: str) -> UserError:
@@ -212,21 +185,22 @@ def missing_argument_error(name: str) -> UserError:
 class TemplateNames(NamedTuple):
     """The names in a template."""
 
-    read: frozenset[str]
+    read: frozenset[str] | None
+    """None for a template that is no Jinja: it may read anything."""
     arguments: frozenset[str]
     """Those read that it neither sets itself nor is always given."""
     needed: frozenset[str]
-    """Arguments that are read where no condition on them was asked before."""
+    """Arguments that are read where no condition on them was asked before: where nobody gives them, the text may have
+    a hole."""
 
 
 @functools.lru_cache(256)
-def _names(text: str) -> TemplateNames | None:
-    """The names in a template; None if it is no Jinja."""
+def names_in(text: str) -> TemplateNames:
     plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text)  # a tag of transformers
     try:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except jinja2.TemplateError:
-        return None
+        return TemplateNames(None, frozenset(), frozenset())
     names = list(tree.find_all(nodes.Name))
     bound = {name.name for name in names if name.ctx != "load"}
     bound |= {macro.name for macro in tree.find_all(nodes.Macro)}

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from decode.common.chat.probe import TemplateProbe
+from decode.common.chat.render import ChatTemplate
 from tests.train.doctor_checks.sets import CHATML, REASONING
 from tests.worlds import byte_tokenizer
-from train.data.template_probe import ChatTemplate, probe, render, unrender
 from train.doctor_checks.boundary import opening_offset
 
 DEFAULT_SYSTEM = (
@@ -34,10 +35,10 @@ TOOLS = (
 )
 
 
-def probed(template: str) -> ChatTemplate:
+def probed(template: str) -> TemplateProbe:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    found = probe(tokenizer)
+    found = ChatTemplate(tokenizer).probe
     assert found is not None
     return found
 
@@ -71,10 +72,9 @@ def test_a_text_goes_back_to_its_messages(template: str, system: str, turns: int
     texts = ["what?\n", "this <tool_call>x</tool_call>", "and\n\nthen?", "that."][:turns]
     messages = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
     messages = [{"role": "system", "content": system}, *messages] if system else messages
-    text = render(found.tokenizer, messages, opened=turns % 2 == 1)
-    assert text is not None
-    assert unrender(found, text) == messages
-    assert unrender(found, "x" + text) is None
+    text = ChatTemplate(found.tokenizer).render(messages, opened=turns % 2 == 1)
+    assert found.unrender(text) == messages
+    assert found.unrender("x" + text) is None
 
 
 def test_earlier_replies_may_be_opened_otherwise() -> None:
@@ -82,19 +82,19 @@ def test_earlier_replies_may_be_opened_otherwise() -> None:
     found = probed(OPENS_A_THOUGHT)
     texts = ["what?", "this", "and then?"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
-    text = render(found.tokenizer, messages, opened=True)
+    text = ChatTemplate(found.tokenizer).render(messages, opened=True)
     assert text == "<2>what?<4>this<1><2>and then?<4><think>\n"
-    assert unrender(found, text) == messages
+    assert found.unrender(text) == messages
     said = "so\n</think>that"
     answered = [*messages, {"role": "assistant", "content": said}]
-    assert unrender(found, f"{text}{said}<1>") == answered
+    assert found.unrender(f"{text}{said}<1>") == answered
 
 
 def test_no_template_and_one_that_refuses() -> None:
     tokenizer = byte_tokenizer()
-    assert probe(tokenizer) is None
+    assert ChatTemplate(tokenizer).probe is None
     tokenizer.chat_template = "{{ raise_exception('never') }}"
-    assert probe(tokenizer) is None
+    assert ChatTemplate(tokenizer).probe is None
 
 
 @pytest.mark.parametrize("by", [-8, -2, -1, 0, 1, 3, 8, 9])

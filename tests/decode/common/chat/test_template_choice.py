@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 
-from decode.checkpoints.draft_folder import METADATA_FILE
-from decode.common.chat_template import apply_template, encode_prompt
+from decode.checkpoints.draft_folder import METADATA_FILE, trained_templates
+from decode.common.chat.choice import check_setting, names_in, read_setting, with_template
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
-from decode.common.template_choice import (
-    arguments_to_give,
-    check_setting,
-    read_setting,
-    template_hash,
-    with_template,
-)
-from decode.engine.trained_template import use_template
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer
 
@@ -85,23 +78,23 @@ def test_a_setting_renders_as_keywords_do(template: str, arguments: dict[str, An
     tokenizer = tokenizer_with(template)
     right = wanted(tokenizer, **arguments)
     chosen = with_template(tokenizer, read_setting(arguments))
-    assert encode_prompt(chosen, CHAT) == right
+    assert ChatTemplate(chosen).encode(CHAT) == right
     # of a row: the same, alone and above another one of the setting
-    assert encode_prompt(tokenizer, CHAT, None, arguments) == right
+    assert ChatTemplate(tokenizer).encode(CHAT, None, arguments) == right
     other = with_template(tokenizer, dict.fromkeys(arguments, "other"))
-    assert encode_prompt(other, CHAT, None, arguments) == right
+    assert ChatTemplate(other).encode(CHAT, None, arguments) == right
     assert tokenizer.chat_template == template
-    assert template_hash(chosen) != template_hash(tokenizer)
+    assert ChatTemplate(chosen).hash != ChatTemplate(tokenizer).hash
 
 
 def test_the_switch_changes_the_prompt() -> None:
     """A control of the test above: with and without the argument there are two prompts."""
     tokenizer = tokenizer_with(SWITCH)
     off = with_template(tokenizer, {"enable_thinking": False})
-    text = tokenizer.decode(encode_prompt(off, "Hi"))
+    text = tokenizer.decode(ChatTemplate(off).encode("Hi"))
     assert text == "[user]Hi[assistant]<think></think>"
-    assert tokenizer.decode(encode_prompt(tokenizer, "Hi")) == "[user]Hi[assistant]"
-    assert tokenizer.decode(encode_prompt(off, "Hi", None, {"enable_thinking": True})) == (
+    assert tokenizer.decode(ChatTemplate(tokenizer).encode("Hi")) == "[user]Hi[assistant]"
+    assert tokenizer.decode(ChatTemplate(off).encode("Hi", None, {"enable_thinking": True})) == (
         "[user]Hi[assistant]"
     )
 
@@ -124,8 +117,8 @@ def test_one_of_several_templates(setting: Any, tools: Any, name: str) -> None:
     chosen = with_template(tokenizer, template)
     given = {key: value for key, value in template.items() if key != "name"}
     right = wanted(tokenizer, chat_template=NAMED[name], tools=tools, **given)
-    assert encode_prompt(chosen, CHAT, tools) == right
-    assert template_hash(chosen) is not None
+    assert ChatTemplate(chosen).encode(CHAT, tools) == right
+    assert ChatTemplate(chosen).hash is not None
     if not setting:  # as transformers itself chooses
         assert right == wanted(tokenizer, tools=tools)
 
@@ -140,19 +133,19 @@ def test_hashes_tell_templates_apart() -> None:
         {"name": "rag", "date": "a"},
         {"name": "rag", "date": "b"},
     ]
-    hashes = [template_hash(with_template(tokenizer, read_setting(x))) for x in settings]
+    hashes = [ChatTemplate(with_template(tokenizer, read_setting(x))).hash for x in settings]
     assert len(set(hashes)) == 5
-    assert template_hash(tokenizer_with("x")) == "2d711642b726b044"
-    assert template_hash(tokenizer_with(None)) is None
+    assert ChatTemplate(tokenizer_with("x")).hash == "2d711642b726b044"
+    assert ChatTemplate(tokenizer_with(None)).hash is None
 
 
 def test_no_template_at_all() -> None:
     """Plain text where the user asks for it, or where the tokenizer has none."""
     for tokenizer in (tokenizer_with(SWITCH), tokenizer_with(NAMED), tokenizer_with(None)):
         plain = with_template(tokenizer, read_setting("none"))
-        assert encode_prompt(plain, "Hi é") == tokenizer("Hi é")["input_ids"]
+        assert ChatTemplate(plain).encode("Hi é") == tokenizer("Hi é")["input_ids"]
         with pytest.raises(UserError, match="is a chat, but the target's tokenizer has no chat"):
-            encode_prompt(plain, CHAT)
+            ChatTemplate(plain).encode(CHAT)
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -222,24 +215,24 @@ def test_an_argument_that_nobody_gave_is_named(part: str) -> None:
     tokenizer = tokenizer_with(part + BODY + OPEN)
     name = NEEDS[part]
     if not name:
-        assert encode_prompt(tokenizer, CHAT) == wanted(tokenizer)
+        assert ChatTemplate(tokenizer).encode(CHAT) == wanted(tokenizer)
         return
     line = rf"the target's chat template needs {name}, which nobody gave: add --template '\{{{name}: …\}}'"
     with pytest.raises(UserError, match=line):
-        encode_prompt(tokenizer, CHAT)
+        ChatTemplate(tokenizer).encode(CHAT)
     if name == "date" and "year" not in part:
         given = {"date": "2026-01-31"}
         right = wanted(tokenizer, **given)
-        assert encode_prompt(tokenizer, CHAT, None, given) == right
-        assert encode_prompt(with_template(tokenizer, given), CHAT) == right
+        assert ChatTemplate(tokenizer).encode(CHAT, None, given) == right
+        assert ChatTemplate(with_template(tokenizer, given)).encode(CHAT) == right
 
 
 def test_only_chats_that_reach_it_need_an_argument() -> None:
     tokenizer = tokenizer_with("{% if tools %}{{ date }}{% endif %}" + BODY)
-    assert apply_template(tokenizer, CHAT) == "[system]Be.[user]Hi é 😀"
+    assert ChatTemplate(tokenizer).render(CHAT) == "[system]Be.[user]Hi é 😀"
     with pytest.raises(UserError, match="needs date, which nobody gave"):
-        apply_template(tokenizer, CHAT, tools=[TOOL])
-    assert arguments_to_give(tokenizer.chat_template, ["date"]) == frozenset()
+        ChatTemplate(tokenizer).render(CHAT, tools=[TOOL])
+    assert names_in(tokenizer.chat_template).needed == {"date"}
 
 
 def trained(folder: Path, *templates: dict[str, Any]) -> str:
@@ -274,9 +267,9 @@ def test_prompts_are_rendered_as_in_the_draft_s_training(
     target = tiny_target(model)
     vars(target)["tokenizer"] = tokenizer_with(SWITCH)
     folders = [trained(tmp_path / f"d{i}", *found) for i, found in enumerate(drafts)]
-    used = use_template(target, setting, ["ngram", "", *folders])
+    used = target.with_template(setting, trained_templates(["ngram", "", *folders]))
     assert used.template == right
-    assert encode_prompt(used.tokenizer, CHAT) == wanted(target.tokenizer, **right)
+    assert used.chat.encode(CHAT) == wanted(target.tokenizer, **right)
     assert (used.describe().template or {}) == right
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines, said

@@ -1,11 +1,65 @@
-"""The settings of an exit after the target's first layers: trained beside a frozen target, or in the target itself."""
+"""The settings of Medusa heads, multi-token prediction layers and exits of the target, which may be trained as well."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from decode.common.published import Place
 from decode.common.ranges import CountOrZero, Share, at_least
 from train.families.settings.base import FamilySettings, HeadSettings, saved_vocab
+from train.settings.training import TrainingDefaults
+
+
+@dataclass
+class MedusaSettings(HeadSettings):
+    """Medusa heads on a frozen target."""
+
+    family: Literal["medusa"] = "medusa"
+    heads: Annotated[int, at_least(1, 64)] = 4
+    """Number of heads, which is the number of tokens drafted at once."""
+    head_layers: Annotated[int, at_least(0, 64)] = 1
+    """Residual blocks per head."""
+
+    training = TrainingDefaults(
+        "Medusa, scripts/train_vicuna_7b.sh (3 heads)", warmup=0.1, min_lr=0.0
+    )
+    description = "Medusa heads"
+    hub_tag = "medusa"
+
+    def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {"heads": config["num_heads"], "head_layers": config["num_hidden_layers"]}
+
+
+@dataclass
+class Medusa2Settings(MedusaSettings):
+    """Medusa heads together with LoRA adapters of the target; saved as family `medusa`."""
+
+    RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"rank": "target_lora_rank"}
+
+    family: Literal["medusa2"] = "medusa2"  # type: ignore[assignment]
+    target_lora_rank: Annotated[int, at_least(1, 4096)] = 16
+    """Rank of the LoRA adapters with which the target is trained."""
+
+    trains_target = True
+
+
+@dataclass
+class MtpSettings(HeadSettings):
+    """A layer of the target's own kind that continues its final hidden states."""
+
+    family: Literal["mtp"] = "mtp"
+    init: Place = ""
+    """Folder of a draft whose training to continue, or of a target which has such a layer."""
+    steps: Annotated[int, at_least(1, 64)] = 3
+    """How many times each slot is run in training (training-time test)."""
+
+    activation_checkpointing: ClassVar[bool] = False
+    training = TrainingDefaults(
+        "speculators, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh (8,192 tokens)",
+        lr=1e-4, warmup=0.01, max_length=4096, loss="hard_ce", decay=0.6,
+    )  # fmt: skip
+    description = "a multi-token prediction layer"
+    hub_tag = "mtp"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.chat_template import apply_template, encode_prompt, encode_prompts
+from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from tests.worlds import byte_tokenizer
 
@@ -17,15 +17,15 @@ def test_half_of_a_surrogate_pair(template: str | None) -> None:
     tokenizer.chat_template = template
     for text in ("a\udcff", "\ud800"):
         with pytest.raises(UserError, match="the prompt has .*half of a surrogate pair"):
-            encode_prompt(tokenizer, text)
-    assert encode_prompt(tokenizer, "😀") == tokenizer("😀")["input_ids"]
+            ChatTemplate(tokenizer).encode(text)
+    assert ChatTemplate(tokenizer).encode("😀") == tokenizer("😀")["input_ids"]
 
 
 def test_a_prompt_without_tokens() -> None:
     """Catches an empty row in a batch."""
     tokenizer = byte_tokenizer()
     with pytest.raises(UserError, match="the prompt has no tokens"):
-        encode_prompt(tokenizer, "")
+        ChatTemplate(tokenizer).encode("")
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,10 @@ def test_templates_that_fail(template: str) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match="chat template refuses its messages") as error:
-        encode_prompt(tokenizer, "a")
+        ChatTemplate(tokenizer).encode("a")
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="chat template refuses its messages"):
-        apply_template(tokenizer, [{"role": "user", "content": "a"}])
+        ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}])
 
 
 PARTS = (
@@ -53,9 +53,9 @@ def test_templates_that_want_a_list_of_parts(content: Any) -> None:
     """Catches prompts that such a template drops in silence (those of some vision-language models)."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PARTS
-    ids = encode_prompt(tokenizer, [{"role": "user", "content": content}])
+    ids = ChatTemplate(tokenizer).encode([{"role": "user", "content": content}])
     assert tokenizer.decode(ids) == "<abc>"
-    assert tokenizer.decode(encode_prompt(tokenizer, "abc")) == "<abc>"
+    assert tokenizer.decode(ChatTemplate(tokenizer).encode("abc")) == "<abc>"
 
 
 def calling(arguments: str, before: str = "{{ m.content }}") -> str:
@@ -115,7 +115,7 @@ def test_arguments_are_encoded_once(template: str, arguments: Any, shown: str) -
     tokenizer.chat_template = template
     chat = chat_with(arguments, content="")
     before = json.dumps(chat)
-    assert apply_template(tokenizer, chat) == f"<q><{shown}>"
+    assert ChatTemplate(tokenizer).render(chat) == f"<q><{shown}>"
     assert json.dumps(chat) == before
 
 
@@ -125,7 +125,7 @@ def test_a_call_without_content(template: str, content: dict[str, Any]) -> None:
     """Catches templates that refuse a call without text, and an absent text that is written."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    text = apply_template(tokenizer, chat_with({"a": 1}, **content))
+    text = ChatTemplate(tokenizer).render(chat_with({"a": 1}, **content))
     assert text == f'<q><{content.get("content", "")}f={{"a": 1}}>'
 
 
@@ -135,16 +135,17 @@ def test_each_prompt_has_its_own_tools() -> None:
     tokenizer.chat_template = OBJECTS
     tools = [None, [{"name": "a"}], [{"name": "b"}, {"name": "c"}], None]
     prompts = [f"p{i}" for i in range(4)]
-    together = encode_prompts(tokenizer, prompts, tools)
+    asked = [(*one, None) for one in zip(prompts, tools, strict=True)]
+    together = ChatTemplate(tokenizer).encode_all(asked)
     assert together == [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tools=offered, return_dict=False
         )
         for text, offered in zip(prompts, tools, strict=True)
     ]
-    assert together == [encode_prompt(tokenizer, *one) for one in zip(prompts, tools, strict=True)]
+    assert together == [ChatTemplate(tokenizer).encode(*one) for one in asked]
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="has tools, but .* no chat template"):
-        encode_prompts(tokenizer, prompts, tools)
+        ChatTemplate(tokenizer).encode_all(asked)
     with pytest.raises(UserError, match="half of a surrogate pair"):
-        encode_prompt(tokenizer, "a", [{"name": "\ud800"}])
+        ChatTemplate(tokenizer).encode("a", [{"name": "\ud800"}])
