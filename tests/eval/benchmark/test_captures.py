@@ -145,7 +145,7 @@ def test_a_capture_in_a_timed_request_is_seen(
 
         def own(self: SpeculativeEngine, *args: Any) -> int:
             with monkeypatch.context() as patch:
-                patch.setattr(self.target.runner, "shape", (0, 0))
+                patch.setattr(type(self.target.runner), "shape", (0, 0))
                 return num_slots(self, *args)
 
         monkeypatch.setattr(SpeculativeEngine, "num_slots", own)
