@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -50,9 +51,9 @@ pytestmark = pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))
 VOCAB, DRAFT_VOCAB, SLOTS, K = 128_256, 32_000, 2048, 3
 LAYERS, DRAFT_LAYERS = 3, 2
 KV_HEADS, HEAD_DIM = 8, 128
-MOST = 9
+MOST = 9 if TorchVersion(torch.__version__) >= (2, 13) else 10
 """Kernels of a Llama's layer: four products, attention, two norms with the sums before them, RoPE with the writes to
-the buffers, and the MLP's product of two."""
+the buffers, and the MLP's product of two; inductor of older torch joins one kernel fewer."""
 SAMPLED = SamplingParams(0.8, top_p=0.9)
 
 
