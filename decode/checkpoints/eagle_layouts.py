@@ -261,7 +261,7 @@ def _check_layers(config: Mapping[str, Any], more: Sequence[str] = ()) -> None:
         kind = str(named)  # its own code says what the layer computes, and is not run
     if kind not in known:  # Mistral's is Llama's with a window
         raise UserError(
-            f"EAGLE with a layer of type {kind!r}: only {' and '.join(('Llama', *more))} are supported"
+            f"EAGLE with a layer of type {kind!r}: those of {' and '.join(('llama', *more))} are supported"
         )
 
 

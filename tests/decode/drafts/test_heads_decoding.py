@@ -531,6 +531,18 @@ class Plain:
         return x * scale * self.w[f"{name}.weight"]
 
 
+def from_formula(rounds: list[Seen], net: Net, formula: Plain) -> Iterator[tuple[int, float]]:
+    """(drafted tokens before it, distance of its logits from the formulas) of each node of the rounds, one row each."""
+    for number, round_ in enumerate(rounds):
+        row = number % len(PROMPTS)
+        for c, call in enumerate(round_.calls):
+            for at in range(call.logits.shape[1]):
+                path = round_.path(row, c, at)
+                want = formula.logits(round_.texts[row], path)
+                want = want if net.ids is None else want[net.ids]
+                yield len(path), distance(call.logits[row, at].double(), want)
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "llama3": rope(
@@ -555,20 +567,12 @@ def test_logits_are_those_of_the_formulas(family: str, shape: str, turns: str) -
     net = net_of(family, own)
     config = fields(family, own)
     formula = Plain(net, config, model)
-    draft, worst, deepest = draft_of(net, own, SHAPES[shape]), 0.0, 0
+    draft = draft_of(net, own, SHAPES[shape])
     with watched(draft) as seen:
         decode(own, draft, PROMPTS, k=4, max_new_tokens=6)
-    for number, round_ in enumerate(seen[:3]):
-        row = number % len(PROMPTS)
-        for c, call in enumerate(round_.calls):
-            for at in range(call.logits.shape[1]):
-                path = round_.path(row, c, at)
-                want = formula.logits(round_.texts[row], path)
-                want = want if net.ids is None else want[net.ids]
-                worst = max(worst, distance(call.logits[row, at].double(), want))
-                deepest = max(deepest, len(path))
-    assert worst < TIGHT
-    assert deepest == (2 if shape == "static" else 3)
+    depths, far = zip(*from_formula(seen[:3], net, formula), strict=True)
+    assert max(far) < TIGHT
+    assert max(depths) == (2 if shape == "static" else 3)
 
 
 SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention"], "sliding_window": 5}
@@ -590,19 +594,12 @@ def test_logits_of_other_layers_are_those_of_the_formulas(layers: str, shape: st
     own, changes = tiny_target(model), LAYERS[layers]
     net = net_of("eagle3", own, **changes)
     formula = Plain(net, fields("eagle3", own, **changes), model)
-    draft, worst, depths = draft_of(net, own, SHAPES[shape]), 0.0, set[int]()
+    draft = draft_of(net, own, SHAPES[shape])
     with watched(draft) as seen:
         decode(own, draft, PROMPTS, k=4, max_new_tokens=6)
-    for number, round_ in enumerate(seen[:4]):
-        row = number % len(PROMPTS)
-        for c, call in enumerate(round_.calls):
-            for at in range(call.logits.shape[1]):
-                path = round_.path(row, c, at)
-                want = formula.logits(round_.texts[row], path)[net.ids]
-                worst = max(worst, distance(call.logits[row, at].double(), want))
-                depths.add(len(path))
-    assert worst < TIGHT
-    assert depths == {0, 1, 2, 3}
+    depths, far = zip(*from_formula(seen[:4], net, formula), strict=True)
+    assert max(far) < TIGHT
+    assert set(depths) == {0, 1, 2, 3}
 
 
 # ---- law ----
