@@ -17,11 +17,12 @@ from decode.distributed.placement import load_target
 from decode.drafts.registry import pick_draft
 from decode.drafts.settings import GenerateConfig, SwiftConfig
 from decode.drafts.swift import open_search
-from decode.engine.active_request import check_draft_length
 from decode.engine.composing import add_confidence, add_lookup, make_mirror
-from decode.engine.engine import pick_mode, speculate
+from decode.engine.engine import speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
+from decode.engine.modes import pick_mode
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
+from decode.engine.request_checks import check_draft_length
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.model.loading import Target, adopt_tokenizer, usual_dtype
 

@@ -16,7 +16,7 @@ from decode.common.settings import to_yaml
 from decode.common.target_settings import QUANTIZED_DTYPES
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
-from decode.engine.engine import pick_mode
+from decode.engine.modes import pick_mode
 from decode.engine.records import DecodeRecord, read_record
 from decode.model.loading import Target
 from eval.benchmark import baselines, timing, untimed_passes

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decode.drafts.base import Draft
-from decode.engine.active_request import ActiveRequest
+from decode.engine.batch import ActiveRequest, DecodeRequests
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import run_round
 from decode.model import attention, linear
@@ -98,7 +98,7 @@ def count_round(
             )
             size = engine.num_slots(prompts, 64, 1)
             state, config = engine._prepare_batch(1, size, size, None, 0)
-            engine._prefill_prompts(state, prompts, request, [0], None, None)
+            engine._prefill(state, DecodeRequests(prompts, [0], 64), request)
             run_round(target, draft, state, config)
             with OperationCounter() as counter:
                 run_round(target, draft, state, config)

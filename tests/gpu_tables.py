@@ -21,7 +21,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from decode.engine.active_request import ActiveRequest
+from decode.engine.batch import ActiveRequest, DecodeRequests
 from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import propose, verify_and_commit
@@ -68,7 +68,7 @@ def graph_kernels(arch: str, kind: str) -> dict[str, Any]:
         draft = None if kind == "plain" else draft_of(target)
         engine = SpeculativeEngine(target, draft, k=K, sampling=SamplingParams(), mode="captured")
         state, config = engine._prepare_batch(1, 512, 512, None, 0)
-        engine._prefill_prompts(state, [[1] * 9], {0: ActiveRequest(0, 9, 300)}, [0], None, None)
+        engine._prefill(state, DecodeRequests([[1] * 9], [0], 64), {0: ActiveRequest(0, 9, 300)})
         with torch.inference_mode():
             proposal = propose(draft, state, K, runner.context)
         vocab = runner.vocab_size

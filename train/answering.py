@@ -19,8 +19,8 @@ from decode.common.target_record import ModelFingerprint, difference
 from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
-from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
+from decode.engine.request_checks import check_draft_length
 from decode.model.loading import (
     adopt_tokenizer,
     model_fingerprint,

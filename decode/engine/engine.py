@@ -5,7 +5,6 @@ A row that has ended is frozen on the device until another prompt takes it, whos
 """
 
 import contextlib
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
-from decode.common.errors import NotFiniteError, UserError
+from decode.common.errors import UserError
 from decode.common.lock import Request
 from decode.common.machine import keep_freed_memory, return_freed_memory_if_scarce
 from decode.common.ranges import check_ranges
 from decode.constraints.grammar import Matcher
 from decode.constraints.rows import RowConstraints
 from decode.drafts.base import Draft, DraftContext
-from decode.engine.active_request import (
-    ActiveRequest,
+from decode.engine.batch import ActiveBatch, ActiveRequest, DecodeRequests, kv_caches
+from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner, compile_function
+from decode.engine.memory import (
+    bucket,
+    cache_bytes,
+    fitting_rows,
+    free_bytes,
+    prefill_bytes,
+    prompts_together,
+    round_up_to_bucket,
+)
+from decode.engine.modes import CAPTURED, COMPILED, MODES, mode_refusal, pick_mode
+from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
+from decode.engine.request_checks import (
     check_constrained,
     check_draft_fits,
     check_draft_length,
@@ -33,27 +43,17 @@ from decode.engine.active_request import (
     check_tokens,
     warn_of_short_draft,
 )
-from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner, compile_function
-from decode.engine.memory import (
-    cache_bytes,
-    fitting_rows,
-    free_bytes,
-    prefill_bytes,
-    prompts_together,
-)
-from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
     MAX_FORCED,
     BatchState,
     PhaseTimes,
     StepConfig,
     can_skip,
-    read_results,
     round_bytes,
     run_round,
     synchronized_time,
 )
-from decode.model.kv_cache import SlotMapping, StaticKVCache
+from decode.model.kv_cache import SlotMapping
 from decode.model.linear import begin_request, pack_for_compiled_code
 from decode.model.loading import Target
 from decode.model.vision import ImageInputs
@@ -66,16 +66,6 @@ from decode.verification.sampling import (
     warp,
 )
 from decode.verification.tree import max_slots
-
-BUCKET = 128
-"""KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
-BUCKET_OF_ONE = 512
-"""The same for one row: keys that the CPU's attention kernel reads at once. Results are the same bits for all
-multiples, so that plain and speculative decoding of a text agree although one of them has grown its buffers."""
-MODES = ("eager", "captured", "compiled", "graph")
-"""Names for the `mode` of an engine."""
-COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")
-"""Modes that run inductor's kernels, and modes that replay a round as one CUDA graph."""
 
 
 class SpeculativeEngine:
@@ -127,7 +117,6 @@ class SpeculativeEngine:
         # by K and the tokens that a round drafts at most, all over `captured_buffers`
         self.graphs: dict[tuple[int, int], CudaGraphRunner] = {}
         self.captured_buffers: list[SlotMapping | Tensor] = []
-        self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
         self.closing = contextlib.ExitStack()  # what ends with the requests
         if self.device.type == "cpu":
@@ -169,9 +158,12 @@ class SpeculativeEngine:
         images that the target does not read, and for a target or draft that another generator uses: from its first
         `next()` on, until it has ended, failed, been closed or been garbage-collected (decode/common/lock.py).
         """
-        records = self._decode(
-            prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
-        )
+        if matchers is None and self.grammar is not None:
+            matchers = [self.grammar] * len(prompts)
+        if seeds is None:
+            seeds = row_seeds(seed, len(prompts))
+        requests = DecodeRequests(prompts, seeds, max_new_tokens, choose, matchers, images)
+        records = self._decode(requests, rows, phases)
         request = Request()
         with contextlib.ExitStack() as closing:
             closing.callback(request.release)
@@ -187,21 +179,11 @@ class SpeculativeEngine:
                 yield record
 
     def _decode(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        rows: int | None,
-        seed: int,
-        seeds: list[int] | None,
-        choose: Sampler | None,
-        phases: PhaseTimes | None,
-        matchers: Sequence[Matcher | None] | None,
-        images: Sequence[ImageInputs | None] | None,
+        self, asked: DecodeRequests, rows: int | None, phases: PhaseTimes | None
     ) -> Iterator[RoundRecord]:
         """`speculate` for whoever alone uses target and draft."""
         target, draft, device = self.target, self.draft, self.device
-        if matchers is None and self.grammar is not None:
-            matchers = [self.grammar] * len(prompts)
+        prompts, matchers, context = asked.prompts, asked.matchers, target.runner.context
         if matchers is not None:
             check_constrained(self.mode, draft)
         extra = 0 if draft is None or matchers is None else MAX_FORCED
@@ -210,79 +192,54 @@ class SpeculativeEngine:
             # of a tree K is the depth, for which alone its tensors are made
             self.longest = max(self.longest, self.k) if draft.shape is None else self.k
             self.max_slots = max_slots(draft.shape, self.longest + extra)
-        context = target.runner.context
-        check_prompts(prompts, context, max_new_tokens)
-        check_images(target, prompts, images)
-        check_tokens(target, prompts, images)
+        check_prompts(prompts, context, asked.max_new_tokens)
+        check_images(target, prompts, asked.images)
+        check_tokens(target, prompts, asked.images)
         if rows is None or self.mode == "eager":  # compiled code is of a number of rows
             rows = min(rows or len(prompts), len(prompts))
-        rows = self.rows_that_fit(prompts, max_new_tokens, rows)
+        rows = self.rows_that_fit(prompts, asked.max_new_tokens, rows)
         if self.mode in CAPTURED:
             rows = max(rows, self.least_rows)
-        limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
+        limits = asked.limits(context)
         if draft is not None:
             warn_of_short_draft(draft, max(limits))
-        seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
         begin = prompts[:rows] if self.mode == "eager" else prompts
         self.constraint = None
         if matchers is not None:
             self.constraint = RowConstraints(rows, target.runner.vocab_size, target.eos)
-        size = slots = self.num_slots(begin, max_new_tokens, rows)
+        size = slots = self.num_slots(begin, asked.max_new_tokens, rows)
         if self.grows:
             slots = self.slots_of_prompts(prompts[:rows], rows)
         if device.type == "cpu":
             return_freed_memory_if_scarce()
-        state, config = self._prepare_batch(rows, size, slots, choose, extra)
+        state, config = self._prepare_batch(rows, size, slots, asked.choose, extra)
         rounds_ahead = 0 if phases is not None or matchers is not None else self.rounds_ahead
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
-        requests: list[ActiveRequest | None] = [None] * rows
-        # launched rounds whose results were not read yet
-        in_flight: deque[tuple[AsyncHostCopy, list[ActiveRequest | None], float]] = deque()
+        batch = ActiveBatch(target, draft, state, self.constraint, queue, [None] * rows)
 
         while True:
-            free = [row for row, r in enumerate(requests) if r is None or r.finished]
-            if free and queue:
-                if in_flight:  # its time must not include the prefill, and it may free more rows
-                    yield from self._collect_round(*in_flight.popleft())
-                    continue
+            new = batch.next_requests()
+            if new and batch.in_flight:
+                # its time must not include the prefill, and it may free more rows
+                yield from batch.collect_round()
+            elif new:
                 start = synchronized_time(device)
-                new = {row: queue.popleft() for row in free[: len(queue)]}
-                if self.constraint is not None and matchers is not None:
-                    for row, request in new.items():
-                        self.constraint.start(row, matchers[request.prompt])
-                parts = self._prefilled_together(
-                    new, max(len(prompts[r.prompt]) for r in new.values())
-                )
-                first = torch.cat(
-                    [self._prefill_prompts(state, prompts, x, seeds, choose, images) for x in parts]
-                ).tolist()
-                seconds = synchronized_time(device) - start
-                for (row, request), (token, finite) in zip(new.items(), first, strict=True):
-                    self._check_finite(request, bool(finite), True)
-                    requests[row] = request
-                    tokens = self._append(request, row, [token])
-                    if draft is not None:
-                        draft.on_commit(row, [*prompts[request.prompt], token])
-                    yield RoundRecord(
-                        request.prompt, True, 0, 0, [], tokens, request.finished, seconds
-                    )
-                continue  # a row may be done with its first token
-            begun = [r for r in requests if r is not None]
-            if all(r.finished for r in begun):
+                first = self._prefill(state, asked, new).tolist()
+                yield from batch.begin(new, prompts, first, synchronized_time(device) - start)
+            elif batch.finished:
                 return
-            longest = max(r.length for r in begun)  # rows that are done still draft
-            self._provide_slots(state, longest + (rounds_ahead + 2) * self.max_slots + 2)
-            shortest = min(r.length for r in begun if not r.finished)
-            skip = draft is not None and can_skip(draft, shortest, config)
-            start = time.perf_counter() if rounds_ahead else synchronized_time(device)
-            round_ = self._launch_round(state, config, phases, skip)
-            in_flight.append((round_, list(requests), start))
-            if len(in_flight) > rounds_ahead:
-                records = self._collect_round(*in_flight.popleft())
-                if phases is not None:
-                    phases.total += time.perf_counter() - start
-                    phases.rounds += 1
-                yield from records
+            else:
+                self._provide_slots(state, batch.longest + self.spare_slots(rounds_ahead))
+                skip = draft is not None and can_skip(draft, batch.shortest, config)
+                start = time.perf_counter() if rounds_ahead else synchronized_time(device)
+                results = self._launch_round(state, config, phases, skip)
+                batch.in_flight.append((results, list(batch.rows), start))
+                if len(batch.in_flight) > rounds_ahead:
+                    records = batch.collect_round()
+                    if phases is not None:
+                        phases.total += time.perf_counter() - start
+                        phases.rounds += 1
+                    yield from records
 
     def num_slots(self, prompts: list[list[int]], max_new_tokens: int, rows: int) -> int:
         """Tokens that each of `rows` rows begins with room for with these prompts, the first ones in mode eager.
@@ -295,7 +252,7 @@ class SpeculativeEngine:
         limit = min(max(map(len, prompts)) + max_new_tokens, self.target.runner.context)
         size = limit + self.spare_slots()
         # A power of two: few different shapes, so that few are compiled.
-        size = max(_bucket(rows), 1 << (size - 1).bit_length())
+        size = max(bucket(rows), 1 << (size - 1).bit_length())
         held_rows, held = self.target.runner.shape
         return max(size, held) if self.mode in CAPTURED and held_rows == rows else size
 
@@ -313,13 +270,13 @@ class SpeculativeEngine:
 
         def slots(count: int) -> int:
             if self.mode == "eager":
-                return _round_up_to_bucket(limit + self.spare_slots(), count)
+                return round_up_to_bucket(limit + self.spare_slots(), count)
             return self.num_slots(prompts, max_new_tokens, count)
 
         key = rows, slots(rows)
         if key in self.planned:
             return self.planned[key]
-        used, itemsize = self._kv_caches(), target.model.dtype.itemsize
+        used, itemsize = kv_caches(self.target, self.draft), target.model.dtype.itemsize
         caches = [target.cache_of_a_token(), *(x for x in used if x is not target.cache)]
         tree = self.draft is not None and self.draft.shape is not None
 
@@ -336,22 +293,14 @@ class SpeculativeEngine:
         self.planned[key] = fitting_rows(rows, free, needed, slots)
         return self.planned[key]
 
-    def _prefilled_together(
-        self, new: dict[int, ActiveRequest], longest: int
-    ) -> list[dict[int, ActiveRequest]]:
-        """The new requests by row, in parts that are prefilled one after the other: on a GPU none has too many tokens,
-        on a CPU the runner itself has groups of like length."""
-        count = prompts_together(longest) if self.device.type == "cuda" else len(new)
-        rows = list(new)
-        return [{r: new[r] for r in rows[i : i + count]} for i in range(0, len(rows), count)]
-
     def slots_of_prompts(self, prompts: list[list[int]], rows: int) -> int:
         """Slots a row of KV buffers that grow, for these prompts and a round."""
-        return _round_up_to_bucket(max(map(len, prompts)) + self.spare_slots(), rows)
+        return round_up_to_bucket(max(map(len, prompts)) + self.spare_slots(), rows)
 
-    def spare_slots(self) -> int:
+    def spare_slots(self, rounds_ahead: int | None = None) -> int:
         """Slots beyond a row's tokens that rounds may write: rows that are done still draft."""
-        return (self.rounds_ahead + 2) * self.max_slots + 2
+        ahead = self.rounds_ahead if rounds_ahead is None else rounds_ahead
+        return (ahead + 2) * self.max_slots + 2
 
     @torch.inference_mode()
     def _prepare_batch(
@@ -382,29 +331,40 @@ class SpeculativeEngine:
         config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)
         if self.draft is not None:
             self.draft.begin_batch(context)
-        for cache in self._kv_caches():  # an eager engine of the same target may have hidden some
+        for cache in kv_caches(
+            self.target, self.draft
+        ):  # an eager engine of the same target may have hidden some
             cache.slots.limit_to(slots)
         return self.state, config
 
+    def _prefill(
+        self, state: BatchState, asked: DecodeRequests, new: dict[int, ActiveRequest]
+    ) -> Tensor:
+        """What `_prefill_rows` returns for `new` requests by row, on a GPU in parts of which none has too many tokens;
+        on a CPU the runner itself has groups of like length."""
+        if self.constraint is not None and asked.matchers is not None:
+            for row, request in new.items():
+                self.constraint.start(row, asked.matchers[request.prompt])
+        longest = max(len(asked.prompts[request.prompt]) for request in new.values())
+        count = prompts_together(longest) if self.device.type == "cuda" else len(new)
+        rows = list(new)
+        parts = [{r: new[r] for r in rows[i : i + count]} for i in range(0, len(rows), count)]
+        return torch.cat([self._prefill_rows(state, asked, part) for part in parts])
+
     @torch.inference_mode()
-    def _prefill_prompts(
-        self,
-        state: BatchState,
-        prompts: list[list[int]],
-        new: dict[int, ActiveRequest],
-        seeds: list[int],
-        choose: Sampler | None,
-        images: Sequence[ImageInputs | None] | None,
+    def _prefill_rows(
+        self, state: BatchState, asked: DecodeRequests, new: dict[int, ActiveRequest]
     ) -> Tensor:
         """Prefills the prompts of `new` requests into their rows, beside running rows.
 
         Returns [b, 2]: the first tokens, and 1 where the logits were numbers.
         """
-        device = self.device
-        texts = [prompts[request.prompt] for request in new.values()]
+        device, choose = self.device, asked.choose
+        numbers = [request.prompt for request in new.values()]
+        texts = [asked.prompts[number] for number in numbers]
         row = torch.tensor(list(new), device=device)
         if choose is None:
-            row_seed = [seeds[request.prompt] for request in new.values()]
+            row_seed = [asked.seeds[number] for number in numbers]
             self.rng.reset_rows(row, torch.tensor(row_seed, device=device))
             choose = self.rng.for_rows(row)
         padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
@@ -414,8 +374,8 @@ class SpeculativeEngine:
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
         prefill: Callable[..., Tensor] = self.target.runner.prefill
-        if images is not None:
-            prefill = partial(prefill, images=[images[request.prompt] for request in new.values()])
+        if asked.images is not None:
+            prefill = partial(prefill, images=[asked.images[number] for number in numbers])
         logits = prefill(tokens, length, row)
         finite = has_finite_logits(logits[:, None])
         if self.constraint is not None:
@@ -448,7 +408,7 @@ class SpeculativeEngine:
         if self.draft is not None:
             changed += self.draft.buffers().state
         buffers: list[SlotMapping | Tensor] = [
-            *(cache.slots for cache in self._kv_caches()),
+            *(cache.slots for cache in kv_caches(self.target, self.draft)),
             *changed,
         ]
         if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
@@ -483,88 +443,19 @@ class SpeculativeEngine:
             for cache in buffers.kv_caches:
                 cache.mark_dynamic()
 
-    def _kv_caches(self) -> list[StaticKVCache]:
-        """The KV caches of target and draft."""
-        own = [] if self.draft is None else self.draft.buffers().kv_caches
-        return [self.target.runner.cache, *own]
-
     @torch.inference_mode()
     def _provide_slots(self, state: BatchState, count: int) -> None:
         """Enlarges all buffers to `count` slots a row where they have fewer; eager forwards attend to no more."""
-        size = _round_up_to_bucket(count, len(state.length))
+        size = round_up_to_bucket(count, len(state.length))
         if size > state.history.shape[1]:
             self.batch_shape = None  # if `reserve` fails, the next request begins with new buffers
             state.reserve(size)
             self.batch_shape = (len(state.length), size)
-        for cache in self._kv_caches():
+        for cache in kv_caches(self.target, self.draft):
             cache.reserve(size)
         if self.mode == "eager":
-            for cache in self._kv_caches():
+            for cache in kv_caches(self.target, self.draft):
                 cache.slots.limit_to(size)
-
-    def _collect_round(
-        self, results: AsyncHostCopy, requests: list[ActiveRequest | None], start: float
-    ) -> list[RoundRecord]:
-        """Reads a round's results into records; rows that were done before it are skipped."""
-        rows, records = read_results(results.wait()), []
-        now = time.perf_counter()
-        # A round that was launched early began when the one before it ended.
-        seconds, self.last_read_time = now - max(start, self.last_read_time), now
-        for at, (request, row) in enumerate(zip(requests, rows, strict=True)):
-            if request is None or request.finished:
-                continue
-            self._check_finite(request, row.target_finite, row.draft_finite)
-            forced: list[bool] = []
-            if self.constraint is not None:
-                forced = self.constraint.forced_positions(at, row.proposed)
-            tokens = self._append(request, at, row.tokens)
-            if self.draft is not None:
-                self.draft.on_commit(at, tokens)
-            records.append(
-                RoundRecord(
-                    request.prompt,
-                    False,
-                    row.drafted,
-                    row.accepted,
-                    row.proposed,
-                    tokens,
-                    request.finished,
-                    seconds,
-                    forced=(sum(forced), sum(forced[: row.accepted])),
-                )
-            )
-        return records
-
-    def _append(self, request: ActiveRequest, row: int, tokens: list[int]) -> list[int]:
-        """Adds a row's new tokens to its request, those that its grammar allows, and returns the ones that it added."""
-        if self.constraint is None:
-            return request.append(tokens, self.target.eos)
-        fitting, goes_on = self.constraint.commit(row, tokens)
-        added = request.append(fitting, self.target.eos)
-        if not goes_on and request.finished is None:
-            request.finished = "grammar"
-            with torch.inference_mode():
-                self.state.done[row] = True
-        if request.finished is not None:
-            self.constraint.stop(row)
-        return added
-
-    @torch.inference_mode()
-    def _check_finite(self, request: ActiveRequest, target: bool, draft: bool) -> None:
-        """NotFiniteError if the logits of target or draft were no numbers: any token would pass for its text."""
-        if target and draft:
-            return
-        name = "the draft" if target else f"target {self.target.name!r}"
-        for cache in self._kv_caches():  # the next request must not find NaN in slots that it masks
-            for layer in cache.kv_layers:
-                if layer.is_initialized:
-                    layer.keys.zero_()
-                    layer.values.zero_()
-        raise NotFiniteError(
-            None if target else request.prompt,
-            f"{name} gives NaN or infinite logits after {request.length} tokens of prompt {request.prompt}: its "
-            "weights are damaged, or its dtype is too narrow (float16 overflows where bfloat16 and float32 do not)",
-        )
 
 
 def speculate(
@@ -609,52 +500,6 @@ def decode(
     return collect_outputs(prompts, speculate(target, draft, prompts, **settings))
 
 
-def mode_refusal(mode: str, target: Target, draft: Draft | None) -> str | None:
-    """Why this target and draft do not run in `mode`, in one line; None: they do."""
-    if mode != "eager" and not target.runner.can_compile:
-        return (
-            f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
-            f"{target.name!r}"
-        )
-    on_host = draft is not None and draft.runs != "device"
-    if mode in CAPTURED and (target.runner.device.type != "cuda" or on_host):
-        return f"mode {mode} needs a CUDA device and a draft that proposes on it"
-    if mode != "eager" and draft is not None and draft.runs == "pass":
-        return f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
-    return None
-
-
-def pick_mode(
-    mode: str,
-    target: Target,
-    drafts: Sequence[Draft | None],
-    on_host: str = "",
-    compiles: bool = True,
-) -> str:
-    """`mode`, but for `auto`: the fastest that the target and all drafts (None: plain decoding) allow.
-
-    On a GPU that is graph, captured where torch has no Triton to compile with or where the work is too short for that
-    (not `compiles`), and eager where the host takes part in rounds, by a draft or by what `on_host` names; one line on
-    stderr says which. On a CPU it is eager.
-    """
-    if mode != "auto":
-        return mode
-    if target.runner.device.type != "cuda":
-        return "eager"
-    mode = "graph" if compiles and has_triton() else "captured"
-    refused = [draft for draft in drafts if mode_refusal(mode, target, draft)]
-    why = ", since torch has no Triton here" if compiles and mode == "captured" else ""
-    if on_host or refused:
-        names = [draft.name for draft in refused if draft is not None] + [on_host] * bool(on_host)
-        mode, why = "eager", f", since the host takes part in rounds of {', '.join(names)}"
-        if not target.runner.can_compile:
-            why = (
-                f", since target {target.name!r} has more than attention, or is on several devices"
-            )
-    sys.stderr.write(f"mode auto: {mode}{why}\n")
-    return mode
-
-
 def row_seeds(seed: int, rows: int) -> list[int]:
     """One seed for each row, distinct for distinct (seed, row) up to 2**31 rows."""
     return [(seed << 31) + row for row in range(rows)]
@@ -663,11 +508,3 @@ def row_seeds(seed: int, rows: int) -> list[int]:
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether both hold the very same objects in the same order."""
     return [id(x) for x in one] == [id(x) for x in other]
-
-
-def _bucket(rows: int) -> int:
-    return BUCKET_OF_ONE if rows == 1 else BUCKET
-
-
-def _round_up_to_bucket(size: int, rows: int) -> int:
-    return -(-size // _bucket(rows)) * _bucket(rows)

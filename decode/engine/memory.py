@@ -1,4 +1,5 @@
-"""How many rows a GPU has memory for beside the weights: their K/V, their logits, and a prefill's activations.
+"""How many slots buffers hold, and how many rows a GPU has memory for beside the weights: their K/V, their logits, and
+a prefill's activations.
 
 No GPU has run this yet (docs/gpu_checks.md): tests put free memory in place, and count what passes without data hold.
 """
@@ -16,6 +17,11 @@ SHARE = 0.9
 """Of the free bytes; the rest is for what kernels, CUDA graphs and the allocator take for themselves."""
 PREFILL_TOKENS = 8192
 """Prompt tokens that are prefilled together on a GPU, padding included; a longer prompt alone."""
+BUCKET = 128
+"""KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
+BUCKET_OF_ONE = 512
+"""The same for one row: keys that the CPU's attention kernel reads at once. Results are the same bits for all
+multiples, so that plain and speculative decoding of a text agree although one of them has grown its buffers."""
 
 
 def free_bytes(device: torch.device, caches: Sequence[StaticKVCache]) -> int:
@@ -77,3 +83,12 @@ def fitting_rows(
             f"{free / 1e9:.1f} GB free: {rows} are decoded together (batch_size, max_new_tokens)"
         )
     return rows
+
+
+def bucket(rows: int) -> int:
+    """Slots of which buffers of `rows` rows hold a multiple."""
+    return BUCKET_OF_ONE if rows == 1 else BUCKET
+
+
+def round_up_to_bucket(size: int, rows: int) -> int:
+    return -(-size // bucket(rows)) * bucket(rows)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.wrappers import DraftWrapper, TwoSourceDraft
-from decode.engine.engine import CAPTURED, SpeculativeEngine
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.modes import CAPTURED
 from decode.verification.rules import NO_DRAFT
 
 ROUNDS = 3

@@ -13,7 +13,7 @@ from decode.common.typed_json import from_json, to_json
 from decode.constraints.grammar import is_constrained
 from decode.devices.choice import pick_device
 from decode.drafts.settings import SwiftConfig
-from decode.engine.engine import CAPTURED
+from decode.engine.modes import CAPTURED
 from decode.verification.registry import find_rule
 from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.dataset_specs import load_dataset_specs

@@ -12,8 +12,8 @@ from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
-from decode.engine.active_request import check_draft_length
 from decode.engine.composing import add_confidence, add_lookup, make_mirror
+from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.model.names import recorded_name
 from decode.verification.registry import find_rule

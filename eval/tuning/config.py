@@ -7,7 +7,7 @@ from math import prod
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.engine.active_request import check_draft_length
+from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config

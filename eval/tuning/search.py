@@ -18,7 +18,7 @@ from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
 from decode.common.settings import to_yaml
 from decode.common.typed_json import to_json
-from decode.engine.engine import pick_mode
+from decode.engine.modes import pick_mode
 from decode.model.loading import adopt_tokenizer, load_target
 from eval.benchmark import config
 from eval.benchmark.config import earlier_targets, open_journal

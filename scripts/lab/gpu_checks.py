@@ -24,7 +24,8 @@ from decode.common.typed_json import to_json
 from decode.devices.choice import pick_device
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
-from decode.engine.engine import SpeculativeEngine, pick_mode
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.modes import pick_mode
 from decode.engine.records import collect_outputs
 from decode.model import attention
 from decode.model.gpu import kernel_choice

@@ -9,8 +9,8 @@ from decode.common.chat.choice import with_template
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
+from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance

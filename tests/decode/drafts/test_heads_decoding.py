@@ -22,7 +22,6 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model
 from decode.drafts.medusa import MedusaDraft
 from decode.drafts.wrappers import CrossDeviceDraft
-from decode.engine import engine
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model import loading, runner
@@ -328,7 +327,7 @@ def long_run(family: str, shape: TreeShape) -> tuple[list[DecodeRecord], list[Se
         reserve(cache, size)
 
     with pytest.MonkeyPatch.context() as patch, watched(draft) as seen:
-        patch.setattr(engine, "BUCKET", 16)
+        patch.setattr("decode.engine.memory.BUCKET", 16)
         patch.setattr(runner, "PREFILL_CHUNK", 4)
         patch.setattr(eagle, "PREFILL_CHUNK", 4)
         patch.setattr(StaticKVCache, "reserve", grow)

@@ -93,7 +93,7 @@ def test_compiled_rounds_say_the_same_and_compile_once(
 ) -> None:
     """Catches graph breaks (they raise), state frozen into a graph, and a graph for every length or for every size of
     the KV buffers, which grow here."""
-    monkeypatch.setattr(engines, "BUCKET", 8)
+    monkeypatch.setattr("decode.engine.memory.BUCKET", 8)
     sampling = {"greedy": GREEDY, "sampled": SAMPLED}[mode]
     target = tiny_target(tiny_model("llama"))
     draft = make(name, target)
@@ -138,7 +138,7 @@ def test_longer_requests_compile_nothing_anew(
     name: str, most: int, graphs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a minute of compilation before the first answer to a prompt that is longer than those before it."""
-    monkeypatch.setattr(engines, "BUCKET_OF_ONE", 8)
+    monkeypatch.setattr("decode.engine.memory.BUCKET_OF_ONE", 8)
     target = tiny_target(tiny_model("llama"))
     engine = SpeculativeEngine(target, make(name, target), k=3, mode="compiled")
     for length in (4, 21, 40):

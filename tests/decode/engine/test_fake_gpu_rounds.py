@@ -15,7 +15,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft
 from decode.drafts.wrappers import DraftWrapper
-from decode.engine.active_request import ActiveRequest
+from decode.engine.batch import ActiveRequest, DecodeRequests
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import run_round
 from decode.model.gpu import cuda_layers
@@ -60,7 +60,7 @@ def run_on_fake_gpu(
         )
         size = engine.num_slots(prompts, 64, rows)
         state, config = engine._prepare_batch(rows, size, size, None, 0)
-        engine._prefill_prompts(state, prompts, new, list(range(rows)), None, None)
+        engine._prefill(state, DecodeRequests(prompts, list(range(rows)), 64), new)
         for _ in range(rounds):
             with OneDevice():
                 results = run_round(target, draft, state, config)

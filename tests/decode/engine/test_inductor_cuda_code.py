@@ -25,7 +25,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.engine import round as rounds
-from decode.engine.active_request import ActiveRequest
+from decode.engine.batch import ActiveRequest, DecodeRequests
 from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import propose, round_bytes, verify_and_commit
@@ -126,7 +126,7 @@ def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
         state, config = engine._prepare_batch(rows, SLOTS, SLOTS, None, 0)
         requests = {row: ActiveRequest(row, 100, 1000) for row in range(rows)}
         seeds = list(range(rows))
-        engine._prefill_prompts(state, [[1] * 100] * rows, requests, seeds, None, None)
+        engine._prefill(state, DecodeRequests([[1] * 100] * rows, seeds, 64), requests)
         args = draft, state, K, runner.context
         with torch.inference_mode():
             proposal = propose(*args)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from decode.engine import engine as engines
-from decode.engine.engine import SpeculativeEngine, pick_mode
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.modes import MODES, pick_mode
 from tests.tiny import tiny_model, tiny_target
 
 
@@ -45,10 +45,10 @@ def test_auto_on_a_gpu(
 ) -> None:  # fmt: skip
     """Catches Python's eager rounds where a graph could replay them, a graph that target or a draft cannot have, and a
     choice that nobody is told."""
-    monkeypatch.setattr(engines, "has_triton", lambda: triton)
+    monkeypatch.setattr("decode.engine.modes.has_triton", lambda: triton)
     assert pick_mode("auto", target, drafts, on_host) == line.split(",")[0]
     assert capsys.readouterr().err == f"mode auto: {line}\n"
-    for asked in engines.MODES:
+    for asked in MODES:
         assert pick_mode(asked, target, drafts, on_host) == asked
 
 
@@ -56,7 +56,7 @@ def test_auto_compiles_nothing_for_one_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a minute of compilation before the first token of a single prompt."""
-    monkeypatch.setattr(engines, "has_triton", lambda: True)
+    monkeypatch.setattr("decode.engine.modes.has_triton", lambda: True)
     assert pick_mode("auto", target(), [EAGLE], compiles=False) == "captured"
     assert capsys.readouterr().err == "mode auto: captured\n"
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from decode.common import damage
 from decode.common.settings import parse_settings
 from decode.engine import memory
+from decode.engine.batch import kv_caches
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.memory import prompts_together
 from decode.engine.records import collect_outputs
@@ -239,7 +240,7 @@ def test_a_request_on_a_small_card(
     engine.device = torch.device("cuda")
 
     def left(device: torch.device) -> tuple[float, float]:
-        caches = memory.unique(engine._kv_caches())
+        caches = memory.unique(kv_caches(engine.target, engine.draft))
         return free - sum(x.slots.rows * x.row_bytes(x.slots.size) for x in caches), free
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

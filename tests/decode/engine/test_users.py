@@ -270,7 +270,7 @@ def test_a_pass_that_fails_in_the_middle(
 def test_buffers_that_could_not_grow(kind: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the target's three layers or in the draft's. Bug: memory ran out after some layers were enlarged, and the next
     request of that size took them as they were."""
-    monkeypatch.setattr("decode.engine.engine.BUCKET_OF_ONE", 128)
+    monkeypatch.setattr("decode.engine.memory.BUCKET_OF_ONE", 128)
     model = tiny_model("llama", max_position_embeddings=512)
     target = tiny_target(model)
     draft = make_draft(kind, model, target)

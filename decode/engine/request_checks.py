@@ -1,8 +1,7 @@
-"""The host's view of a request while it is decoded in a row, and the checks of prompts before that."""
+"""What prompts, grammars, images and drafts are checked for before anything is decoded."""
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
@@ -10,32 +9,6 @@ from decode.drafts.causal import LanguageModelDraft
 from decode.model.loading import Target
 from decode.model.vision import ImageInputs
 from decode.model.vocabularies import check_embedded
-
-
-@dataclass
-class ActiveRequest:
-    """A prompt that is being decoded in a row."""
-
-    prompt: int
-    """Its index in the list of prompts."""
-    length: int
-    """Tokens so far, the prompt included."""
-    limit: int
-    """The length at which it ends."""
-    finished: str | None = None
-    """eos, length, or grammar (it allows no token of the vocabulary here); None while it runs."""
-
-    def append(self, tokens: list[int], eos: frozenset[int]) -> list[int]:
-        """Adds the tokens up to and including the first EOS, at most up to the limit, and returns those it added."""
-        for i, token in enumerate(tokens):
-            self.length += 1
-            if token in eos:
-                self.finished = "eos"
-            elif self.length >= self.limit:
-                self.finished = "length"
-            if self.finished:
-                return tokens[: i + 1]
-        return tokens
 
 
 def check_draft_length(target: Target, k: int, name: str = "k") -> None:
