@@ -8,7 +8,10 @@ extras=dev
 ruff check .
 ruff format --check .
 mypy
-# One process per core; all tests of a file run in the same process, so that its tiny models are built once.
+# One process per core, and one thread in each, also in the commands that tests start: threads that wait for each other
+# while others run take several times as long. All tests of a file run in the same process, so that its tiny models are
+# built once.
+export OMP_NUM_THREADS=1
 # A test that crashes its process, as one that hangs does in the end (pyproject.toml), ends the run.
 if [ "${CI:-}" = true ]; then
   python -m pytest -n "$cpus" --max-worker-restart 0 --dist loadfile -m "" "$@"
