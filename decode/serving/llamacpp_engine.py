@@ -146,7 +146,7 @@ def unwritten_rope(d: DraftFiles) -> Iterator[str]:
 
 
 def sliding_window(d: DraftFiles) -> Iterator[str]:
-    """A window, which the graph does not have (EAGLE-3) or which our decoder computes with full attention."""
+    """A window: the graph of EAGLE-3 has none, and files that we write for blocks set none."""
     if d.get("sliding_window") and d.get("use_sliding_window", True):
         yield f"sliding_window is {d.get('sliding_window')}: it is written with full attention alone"
 

@@ -162,20 +162,20 @@ def comparison_text(report: EvalReport) -> str:
         if c.task == ALL_TASKS
     ]
     own = [m for m in report.pooled if m.greedy is not None and m.temperature == 0]
+    rounded = any(m.is_rounded for m in own)
+    if rounded:  # plain decoding is then what the others are compared with
+        own = [m for m in own if not m.is_plain]
     greedy = [m.greedy for m in own if m.greedy is not None]
     same = sum(x.identical for x in greedy)
     ties = sum(len(x.ties) for x in greedy)
     total = sum(x.prompts for x in greedy)
-    rounded = any(m.is_rounded for m in own)
     whose = "plain decoding of the same weights" if rounded else "transformers' `generate`"
     parts.append(
         f"greedy outputs equal to {whose}: {same} of {total} (ties {ties}, failures {total - same - ties})."
     )
     if rounded:
         most = max(x.prompts for x in greedy)
-        parts[-1] += " " + leaving_text(
-            most, [x for m, x in zip(own, greedy, strict=True) if not m.is_plain]
-        )
+        parts[-1] += " " + leaving_text(most, greedy)
     return "; ".join(parts)
 
 
