@@ -78,38 +78,34 @@ def test_a_quantised_target_computes_what_its_numbers_mean(form: str, tmp_path: 
     assert [o.output_ids for o in decode(target, draft, prompts, max_new_tokens=16)] == plain
 
 
-PACKED = Path(__file__).parents[2] / "golden" / "compressed_tensors.safetensors"
-"""Layers of 48 x 32 numbers that compressed-tensors' own compressors packed (0.20.1), by form, with what its
-decompressors make of them as `expected`; the metadata has the scheme of each."""
+PACKED = Path(__file__).parents[2] / "golden" / "packed_layers.safetensors"
+"""Layers that the packers of compressed-tensors 0.20.1, auto-gptq 0.7.1 and autoawq 0.2.9 wrote, by form, with what
+their own code makes of them as `expected`; the metadata has the quantization_config of each."""
 with safe_open(PACKED, "pt") as file:
-    SCHEMES = {name: json.loads(x) for name, x in file.metadata().items() if name != "packer"}
+    CONFIGS = {name: json.loads(x) for name, x in file.metadata().items() if name != "packers"}
 
 
-@pytest.mark.parametrize("form", SCHEMES)
+@pytest.mark.parametrize("form", CONFIGS)
 def test_what_the_format_s_own_packer_wrote_is_read(form: str, tmp_path: Path) -> None:
     """Catches a reading that is right for our own packer alone."""
-    prefix = "model.layers.{}.mlp.gate_proj."
     parts = {name: x for name, x in load_file(PACKED).items() if name.startswith(f"{form}/")}
     layer = {name.partition("/")[2]: x for name, x in parts.items()}
     expected = layer.pop("expected")
+    place = {48: "mlp.gate_proj", 32: "self_attn.q_proj"}[len(expected)]
     folder = tmp_path / "model"
     tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=2).save_pretrained(folder)
     letter_tokenizer().save_pretrained(folder)
     tensors = load_file(folder / WEIGHTS)
-    for number in range(2):
-        del tensors[prefix.format(number) + "weight"]
-        tensors |= {prefix.format(number) + name: x.clone() for name, x in layer.items()}
+    for prefix in (f"model.layers.{number}.{place}." for number in range(2)):
+        del tensors[prefix + "weight"]
+        tensors |= {prefix + name: x.clone() for name, x in layer.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": SCHEMES[form]["format"],
-        "config_groups": {"group_0": SCHEMES[form]},
-    }
+    config["quantization_config"] = CONFIGS[form]
     (folder / "config.json").write_text(json.dumps(config))
     model = load_target(str(folder), "cpu").runner.model.model
     for one in model.layers:
-        torch.testing.assert_close(one.mlp.gate_proj.weight, expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(one.get_submodule(place).weight, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
