@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, empty_chain
+from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal, empty_chain
 from decode.drafts.causal import CausalDraft
-from decode.drafts.drafting import discard_draws
+from decode.drafts.drafting import discard_draws, rows_going_on
 from decode.drafts.eagle import CachedHead
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
@@ -284,6 +284,17 @@ def test_as_many_passes_as_drafted_tokens() -> None:
         widths, rounds = passes(confidence)
         assert len(widths) == sum(drafted for drafted, _ in rounds)
         assert {drafted for drafted, _ in rounds} <= lengths
+
+
+def test_where_a_chain_ends() -> None:
+    """Catches a token beyond the limit, and a bound of single tokens in the place of that of the whole chain."""
+    stop = ChainStop([2, 3, 3, 3], token=0.3, path=0.1)
+    token, path = torch.tensor([0.9, 0.9, 0.2, 0.9]), torch.tensor([0.5, 0.5, 0.5, 0.05])
+    assert rows_going_on(stop, 2, token, path).tolist() == [False, True, False, False]
+    own = tiny_target(tiny_model("llama"))
+    draft = ConfidentDraft(CausalDraft(own.runner), 0.4)
+    draft.begin_batch(DraftContext(2, 8, 3, SamplingParams(), lambda p: p.argmax(-1)))
+    assert draft.stop == ChainStop([3, 3], token=0.0, path=0.4)
 
 
 def test_rows_that_have_ended_keep_no_chain_going(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from decode.engine.engine import row_seeds
 from decode.verification import sampling
-from decode.verification.sampling import CounterRNG, SamplingParams, sample_inverse_cdf, warp
+from decode.verification.sampling import (
+    CounterRNG,
+    SamplingParams,
+    has_finite_logits,
+    sample_inverse_cdf,
+    warp,
+)
 
 
 def slow_warp(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -202,3 +208,16 @@ def test_dice_are_uniform_and_independent() -> None:
         pairs = sixteenth.narrow(axis, 0, u.shape[axis] - 1) * 16
         pairs = pairs + sixteenth.narrow(axis, 1, u.shape[axis] - 1)
         assert p_value(pairs.flatten(), 256) > 1e-6
+
+
+def test_top_p_keeps_what_reaches_its_total_exactly() -> None:
+    """Catches one token too many where the best ones have exactly the total: 0.5 + 0.25 of 0.75."""
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+    assert warp(logits, SamplingParams(1.0, top_p=0.75))[2:].tolist() == [0.0, 0.0]
+
+
+def test_one_position_without_numbers_is_seen() -> None:
+    """Catches rows of which only the last position, or none but all of them, is looked at."""
+    logits = torch.zeros(3, 2, 4)
+    logits[1, 0, 2], logits[2, 1, :3] = float("nan"), float("-inf")
+    assert has_finite_logits(logits).tolist() == [True, False, True]
