@@ -5,7 +5,7 @@
     python train/sample.py --engine openai --url http://localhost:8000/v1 --target T --sources … --out DIR
     python train/sample.py --engine vllm --vllm_python .venv-vllm/bin/python --target T --sources … --out DIR
     python train/sample.py --engine draftsmith --target T --sources … --out DIR   # by our engine, also beside vLLM
-    python train/sample.py --origin text --target T --sources '[{kind: file, path: chats.jsonl}]' --turns all --out DIR
+    python train/sample.py --origin text --target T --sources '[{kind: file, path: traces.jsonl}]' --turns all --out DIR
 
 Several processes share the prompts. After a kill the same command resumes: what was answered in the last minute may be
 answered again, and each answer is the same as without the kill, because its random numbers depend on its id alone.

@@ -40,6 +40,10 @@ def check_embedded(tokenizer: Any, ids: Sequence[int], rows: int) -> None:
     if max(ids, default=0) < rows:
         return
     token = next(int(one) for one in ids if one >= rows)
+    if token >= len(tokenizer):
+        raise UserError(
+            f"token id {token} lies outside the target's vocabulary of {rows} tokens: the ids are another tokenizer's"
+        )
     raise UserError(
         f"token {tokenizer.convert_ids_to_tokens(token)!r} has id {token}, and the target embeds {rows} tokens, the "
         f"last one with id {rows - 1}: it was added to the tokenizer alone; resize the model's embedding "

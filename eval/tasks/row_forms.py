@@ -249,6 +249,7 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
         calls = _read_calls(message.pop("function_call", None), what)
     else:
         calls = _parse_if(message["tool_calls"], _is_objects, what)
+        calls = [_read_call(call, what) for call in calls] if isinstance(calls, list) else calls
     if calls:
         message["tool_calls"] = calls
     content = message.get("content")
@@ -263,6 +264,15 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
             f"{what}: every message needs `role` and `content` as text, not {item!r:.60}"
         )
     return message
+
+
+def _read_call(call: Any, what: str) -> Any:
+    """A call as requests have it, of one in verifiers' form, or of the JSON of one; any other as it is."""
+    call = _parse_if(call, _is_object, what)
+    if not isinstance(call, dict) or {*call} != {"id", "name", "arguments"}:
+        return call
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    return {"id": call["id"], "type": "function", "function": function}
 
 
 def _read_calls(value: Any, what: str) -> Tools | None:

@@ -27,7 +27,7 @@ INSTRUCTING = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Plain `text` or the `messages` of a chat; the other one is None."""
+    """Plain `text`, the `messages` of a chat, or `tokens`; the others are None."""
 
     id: str
     source: str
@@ -44,6 +44,8 @@ class Prompt:
     """Where its row stands, for messages."""
     arguments: Arguments | None = None
     """Its own arguments of the chat template, which stand above those of the command."""
+    tokens: "Conversation | None" = None
+    """A rollout as token ids, which has neither text nor messages."""
 
     @property
     def content_id(self) -> str:
@@ -68,12 +70,15 @@ class Prompt:
 
 def make_prompt(
     source: str,
-    content: Content,
+    content: "Content | Conversation",
     tools: Tools | None = None,
     arguments: Arguments | None = None,
     location: str = "",
 ) -> Prompt:
     """The first sample of a content; its id is the hash of content, tools and arguments, and the sample's number."""
+    if isinstance(content, Conversation):
+        name = f"{_digest([content.prompt_segments, content.replies], {})}#0"
+        return Prompt(name, source, None, None, 0, location=location, tokens=content)
     others = {"tools": tools, "arguments": arguments}
     name = f"{_digest(content, {key: value for key, value in others.items() if value})}#0"
     text, answer, messages = None, None, None
@@ -84,7 +89,7 @@ def make_prompt(
     return Prompt(name, source, text, messages, 0, answer, tools, location, arguments)
 
 
-def _digest(content: Content, others: dict[str, Any]) -> str:
+def _digest(content: Any, others: dict[str, Any]) -> str:
     """The first 16 hex digits of the SHA-256 of a text, or of the JSON with sorted keys of anything else."""
     hashed = {"content": content, **others} if others else content
     text = hashed if isinstance(hashed, str) else json.dumps(hashed, sort_keys=True)
@@ -156,6 +161,18 @@ def join_turns(
         spans.append([len(ids), len(ids) + len(reply)])
         ids += reply
     return ids, spans
+
+
+def cut_at_labels(ids: Sequence[int], labels: Sequence[bool]) -> Conversation:
+    """The conversation whose replies are the labels, of which the first token is none."""
+    runs: tuple[list[Sequence[int]], list[Sequence[int]]] = [], []
+    at = 0
+    for label, group in itertools.groupby(labels):
+        end = at + sum(1 for _ in group)
+        runs[label].append(ids[at:end])
+        at = end
+    segments, replies = runs
+    return Conversation(segments[: len(replies)], replies)
 
 
 def skip_repeated_turn_end(reply: Sequence[int], segment: Sequence[int]) -> Sequence[int]:

@@ -1,16 +1,21 @@
-"""Step 3 of 3 from sources to tokens: finds overlaps with evaluation, near duplicates, and wrong lengths."""
+"""Step 3 of 3 from sources to tokens: finds overlaps with evaluation, near duplicates, wrong lengths, and what rows
+have in common at their beginnings."""
 
 import math
 import re
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
+from train.data.conversations import Conversation, cut_at_labels, join_turns
 from train.settings.data import FilterConfig
 
 FILTERS = ("dropped_as_evaluation", "dropped_by_length", "dropped_as_near_duplicates")
 """Names of the counts of prompts that the filters drop, in their order."""
 OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES = FILTERS
+PREFIXES, REPEATED = "dropped_as_prefixes", "labels_learned_in_another_row"
+"""Names of the counts of rows that others begin with, and of labels that several rows hold."""
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
 SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
@@ -120,6 +125,53 @@ class PromptFilter:
         if tokens is not None and not self.s.min_prompt <= tokens <= longest:
             return WRONG_LENGTHS
         return NEAR_DUPLICATES if self.unlike is not None and not self.unlike.add(text) else ""
+
+
+def learn_once(
+    conversations: Sequence[Conversation],
+) -> tuple[list[tuple[Conversation, int] | None], dict[str, int], int]:
+    """(of each conversation what is left of it, and how many tokens of another one it begins with if that has labels of
+    its; None for one that another begins with; {name: count}; tokens of those that are left out).
+
+    Every token that is a label behind the same tokens in any of them is a label in exactly one of those that are left.
+    They are taken in falling order of their ids: each comes right behind what it has most in common with, and the
+    beginning of a conversation behind the whole.
+    """
+    keys = [_ids_and_labels(one)[0].tobytes() for one in conversations]
+    own: dict[int, tuple[np.ndarray, int]] = {}
+    before, taken = np.empty(0, dtype=">i4"), np.empty(0, dtype=bool)
+    last = unread = repeated = 0
+    for i in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
+        ids, labels = _ids_and_labels(conversations[i])
+        length = min(len(before), len(ids))
+        shared = int(np.append(before[:length] != ids[:length], True).argmax())
+        new = labels.copy()
+        new[:shared] &= ~taken[:shared]
+        repeated += int(labels.sum() - new.sum())
+        taken[:shared] |= labels[:shared]
+        if own and shared == len(ids):
+            own[last][0][:shared] |= new
+            unread += shared
+        else:
+            own[i], before, last = (new, shared), ids, i
+            taken = np.concatenate([taken[:shared], labels[shared:]])
+    left: list[tuple[Conversation, int] | None] = [None] * len(keys)
+    for i, (new, shared) in own.items():
+        ids, labels = _ids_and_labels(conversations[i])
+        same = np.array_equal(new, labels)
+        whole = conversations[i] if same else cut_at_labels(ids.tolist(), new.tolist())
+        left[i] = whole, 0 if same else shared
+    counts = {PREFIXES: len(keys) - len(own), REPEATED: repeated}
+    return left, {name: number for name, number in counts.items() if number}, unread
+
+
+def _ids_and_labels(one: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    """([T] token ids, whose bytes sort as they do; [T] bool, the labels)."""
+    ids, spans = join_turns(one.prompt_segments, one.replies)
+    labels = np.zeros(len(ids), dtype=bool)
+    for start, end in spans:
+        labels[start:end] = True
+    return np.array(ids, dtype=">i4"), labels
 
 
 def _normalize_whitespace(text: str) -> str:

@@ -2,7 +2,8 @@
 
 1. sources.py          reads Prompts; limits apply, and equal ones are dropped
 2. conversations.py    Prompt -> Conversation: token ids of each turn
-3. filters.py          overlaps with evaluation, wrong lengths, near duplicates are dropped
+3. filters.py          overlaps with evaluation, wrong lengths, near duplicates are dropped; of origin text what
+                       answered rows have in common is learned once
 """
 
 import itertools
@@ -25,8 +26,16 @@ from decode.model.loading import (
 )
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
-from train.data.conversations import Conversation, Prompt, prompt_text
-from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, PromptFilter
+from train.data.conversations import Conversation, Prompt, join_turns, prompt_text
+from train.data.filters import (
+    FILTERS,
+    OVERLAPS,
+    PREFIXES,
+    REPEATED,
+    WRONG_LENGTHS,
+    PromptFilter,
+    learn_once,
+)
 from train.data.sources import (
     ANSWER_ADVICE,
     NO_PROMPTS,
@@ -98,6 +107,8 @@ class TokenizedPrompt:
     conversation: Conversation
     arguments: Arguments | None = None
     """Its own arguments of the chat template."""
+    shared: int = 0
+    """Tokens that it begins with as another one does, which has those of its labels that lie in them; 0 for none."""
 
     def tokens(self) -> int:
         """How many tokens must fit the context: those of the first prompt segment, or with replies all."""
@@ -138,6 +149,7 @@ def load_prompts(
     filters = PromptFilter(s.filters, evaluation_texts(s.decontaminate))
     marks = reader.chat.marks
     kept: list[TokenizedPrompt] = []
+    windows: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, log):
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
@@ -145,13 +157,21 @@ def load_prompts(
                 log.rendered.append(f"{prompt.location or prompt.id} ({mark!r})")
             is_window = s.origin == "text" and not has_replies(prompt)  # these may be of any length
             tokens = None if is_window else len(conversation.prompt_segments[0])
-            reason = filters.why_dropped(prompt_text(prompt), tokens)
+            text = prompt_text(prompt)
+            if prompt.tokens is not None:
+                ids, _ = join_turns(conversation.prompt_segments, conversation.replies)
+                text = reader.tokenizer.decode(ids, skip_special_tokens=True)
+            reason = filters.why_dropped(text, tokens)
             packed = conversation.packed()
         if reason:
             dropped[reason] += 1
         else:
-            kept.append(TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments))
+            one = TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments)
+            (windows if is_window else kept).append(one)
     log.check_share()
+    if s.origin == "text" and not reader.encoder_decoder:
+        kept = _learn_once(kept, reader.context, log)
+    kept += windows
     total = len(kept) + sum(dropped[name] for name in FILTERS)
     if total == 0:
         rows = dropped[UNANSWERED]
@@ -163,6 +183,28 @@ def load_prompts(
             f"{dropped[WRONG_LENGTHS]} are of the wrong length): add others or loosen `filters`"
         )
     return kept, dict(dropped)
+
+
+def _learn_once(
+    prompts: list[TokenizedPrompt], context: int, log: ReadLog
+) -> list[TokenizedPrompt]:
+    """What `learn_once` leaves of those that fit the context; the others are as they were. `log` says what went."""
+    fitting = [prompt for prompt in prompts if prompt.tokens() <= context]
+    left, counts, unread = learn_once([prompt.conversation for prompt in fitting])
+    log.dropped.update(counts)
+    if counts:
+        log.joined = (
+            f"rows begin alike: {counts.get(PREFIXES, 0)} that others begin with are left out ({unread:,} tokens), and "
+            f"{counts.get(REPEATED, 0):,} labels that several rows hold are learned in one of them"
+        )
+    return [
+        *(
+            replace(prompt, conversation=one[0].packed(), shared=one[1])
+            for prompt, one in zip(fitting, left, strict=True)
+            if one is not None
+        ),
+        *(prompt for prompt in prompts if prompt.tokens() > context),
+    ]
 
 
 def tokenize(
@@ -194,6 +236,8 @@ def _convert(
             found = list(zip(prompts, asked, strict=True))
         elif reader.encoder_decoder:
             found = [(first, conversations.encoder_pair(reader.chat, first))]
+        elif first.tokens is not None:
+            found = [(first, first.tokens)]
         elif has_replies(first):
             whole = conversations.conversation_with_replies(reader.chat, first, s.turns, reader.eos)
             found = [(first, whole)]
@@ -212,4 +256,4 @@ def _convert(
 
 def has_replies(prompt: Prompt) -> bool:
     """Whether a prompt read for origin text has replies to train on; otherwise its whole text is trained on."""
-    return prompt.messages is not None or prompt.answer is not None
+    return any(one is not None for one in (prompt.messages, prompt.answer, prompt.tokens))

@@ -24,15 +24,15 @@ from decode.common.files import write_atomically
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json, to_json
 
-OPTIONAL = "chat_template_kwargs"
-"""Shards of earlier versions do not have this column."""
+OPTIONAL = {"chat_template_kwargs": pa.string(), "shared_prefix": pa.int32()}
+"""Columns that most rows leave empty, and that shards of earlier versions do not have."""
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("id", "source", "origin")),
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_spans", pa.list_(pa.list_(pa.int32())), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field(OPTIONAL, pa.string()),
+        *OPTIONAL.items(),
     ]
 )
 TARGET_KEY = b"draftsmith.target"
@@ -52,6 +52,8 @@ class SampleRow(TypedDict):
     loss_spans: list[list[int]]
     finish_reason: str
     chat_template_kwargs: NotRequired[str]  # JSON: the row's own arguments of the chat template
+    # tokens that it begins with as another row does, which has those of its labels that lie in them
+    shared_prefix: NotRequired[int]
 
 
 class Rows(Sequence[SampleRow]):
@@ -217,7 +219,7 @@ def row_ends(folder: Path) -> dict[str, tuple[bool, str]]:
 def row_arguments(folder: Path) -> Iterator[dict[str, Any]]:
     """Each row's own arguments of the chat template. UserError for a damaged shard."""
     for path in shard_paths(folder):
-        for text in _read(path, [OPTIONAL]).column(OPTIONAL).to_pylist():
+        for text in _read(path, ["chat_template_kwargs"]).column(0).to_pylist():
             yield json.loads(text or "{}")
 
 
@@ -244,7 +246,7 @@ def _open(path: Path) -> pq.ParquetFile:
     """The opened shard, whose checksums are verified when it is read."""
     with _errors_named(path):
         file = pq.ParquetFile(path, page_checksum_verification=True)
-    missing = [n for n in SCHEMA.names if n not in (OPTIONAL, *file.schema_arrow.names)]
+    missing = [n for n in SCHEMA.names if n not in (*OPTIONAL, *file.schema_arrow.names)]
     if len(missing) > 0:
         raise UserError(
             f"shard {path} has no column {', '.join(missing)}: it is not a shard of this "
@@ -261,8 +263,8 @@ def _read(
     file = opened or _open(path)
     with _errors_named(path):
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
-        if OPTIONAL in columns and OPTIONAL not in table.column_names:
-            table = table.append_column(SCHEMA.field(OPTIONAL), pa.nulls(len(table), pa.string()))
+        for name in OPTIONAL.keys() & {*columns} - {*table.column_names}:
+            table = table.append_column(name, pa.nulls(len(table), OPTIONAL[name]))
         batches = table.select(columns).cast(schema).combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
 
@@ -289,8 +291,8 @@ def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
     values, offsets = np.from_dlpack(ids.values), np.from_dlpack(ids.offsets)
     others = batch.drop_columns(["input_ids"]).to_pylist()
     for other in others:
-        if other[OPTIONAL] is None:
-            del other[OPTIONAL]
+        for name in [name for name in OPTIONAL if other[name] is None]:
+            del other[name]
     return [
         cast(SampleRow, {**other, "input_ids": values[start:end]})
         for other, start, end in zip(others, offsets, offsets[1:], strict=False)

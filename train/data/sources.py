@@ -17,6 +17,7 @@ from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
 from train.data.conversations import Prompt, make_prompt, prompt_text
+from train.data.traces import read_tokens, unfold
 from train.settings.data import PromptSource
 
 DOMAINS = ("code", "prose", "arithmetic")
@@ -50,6 +51,8 @@ class ReadLog:
     """Place and reason of the first row of each cause."""
     rendered: list[str] = field(default_factory=list)
     """The place of each prompt that was rendered with the target's chat template already, and the mark in it."""
+    joined: str = ""
+    """What rows that begin alike had in common."""
 
     def refuse(self, error: str) -> None:
         """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
@@ -87,7 +90,7 @@ class ReadLog:
                 f"{len(self.rendered)} prompts were rendered with a chat template already, such as {self.rendered[0]}: "
                 f"the template renders them once more; {RENDERED_ADVICE}"
             )
-        return said
+        return [*said, self.joined] if self.joined else said
 
 
 NO_PROMPTS = "the sources hold no prompts: add a source or raise a limit"
@@ -217,8 +220,10 @@ def evaluation_texts(
 def _read_rows(
     rows: Iterable[DatasetRow], label: str, source: PromptSource, answered: bool, log: ReadLog
 ) -> Iterator[Prompt]:
-    """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others."""
-    for item in rows:
+    """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others. A row of several
+    rollouts counts as so many, if no `column` is named."""
+    unfolded = ([row] if source.column else unfold(row, answered) for row in rows)
+    for item in itertools.chain.from_iterable(unfolded):
         log.rows += 1
         prompt = None
         try:
@@ -239,6 +244,10 @@ def _read_row(
     if item.error:
         raise UserError(item.error)
     where = item.location
+    tokens = None if source.column else read_tokens(item, answered)
+    if tokens is not None:
+        log.forms.setdefault((label,), f"{label}: read as token ids and labels")
+        return make_prompt(label, tokens, location=where)
     row = read_row(item, answered, source.column, source.response)
     content = None if row is None else row.answered() if answered else row.question()
     if row is not None and content is not None:

@@ -45,7 +45,8 @@ class BoundaryCheck:
         self.tally.looked["replied"] += 1
         is_right = self._check_begin(row)
         self._check_end(row)
-        if row.chosen and is_right and not doubled:
+        goes_on = row.spans[0][0] == row.row.get("shared_prefix")
+        if row.chosen and is_right and not doubled and not goes_on:
             self._check_prompt(row)
             self._check_rendering(row)
 
@@ -70,7 +71,10 @@ class BoundaryCheck:
         return not wrong
 
     def _offset(self, row: SeenRow, start: int) -> int | None:
-        """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
+        """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown. Where
+        another row has the labels before it, it goes on with a reply."""
+        if start == row.row.get("shared_prefix"):
+            return 0
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
             golden = golden_ids(row.chat, prompt.asked, prompt.given)

@@ -27,8 +27,9 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     out: str = "outputs/samples"
     """Folder of the sampled set."""
     origin: Literal["target", "text"] = "target"
-    """target: the target generates the answers; text: answers and texts are stored as they stand, and only the target's
-    tokenizer and chat template are used."""
+    """target: the target generates the answers; text: answers, texts and agents' rollouts (docs/data_forms.md) are
+    stored as they stand, and only the target's tokenizer and chat template are used. What answered rows have in common
+    at their beginnings is learned once."""
     sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
     """Where prompts come from. Prompts that overlap the bundled evaluation prompts are dropped."""
     decontaminate: str | list[str] = ""

@@ -117,4 +117,6 @@ def make_row(
     }
     if prompt.arguments:
         row["chat_template_kwargs"] = json.dumps(prompt.arguments, ensure_ascii=False)
+    if prompt.shared:
+        row["shared_prefix"] = prompt.shared
     return row

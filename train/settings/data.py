@@ -24,7 +24,8 @@ class PromptSource:
     (each also .gz or .zst), a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read as
     the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
     instruction with input, question, query (with their answers, for origin text); text. Its tools are offered to the
-    target, and the chat template gets the arguments in its chat_template_kwargs."""
+    target, and the chat template gets the arguments in its chat_template_kwargs. Agents' rollouts are rows too: logged
+    requests, verifiers' traces, and for origin text token ids with a mask (docs/data_forms.md)."""
 
     split: str = "train"
     """hub and folders: which split of the data set. Of a folder in which no file is named after it all are read."""
