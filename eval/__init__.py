@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 
-def measure(**settings: Any) -> "Measurement":
+def measure(**settings: Any) -> "Measurement | None":
     """Measures drafts beside plain decoding as eval/run.py does, whose settings these are:
 
         measure(target="assets/target", methods=["ngram", {"name": "causal", "draft": "outputs/draft"}])

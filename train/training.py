@@ -364,7 +364,7 @@ def distill(
             )
             draft_metadata.save_draft(s, draft, metadata, tracker)
             console.print(f"draft saved: {s.out}")
-            made = Distilled(s.out, metadata.trained_steps, state.measured)
+            made = Distilled(s.out, metadata.trained_steps or 0, state.measured)
         with collective.raise_on_all_ranks(accelerator):
             if is_main and s.publish.repo:
                 console.print(f"published: {publish(s.publish, out)}")

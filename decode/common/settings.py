@@ -99,11 +99,11 @@ def make_settings(settings: type[T], given: Mapping[str, Any]) -> T:
 
     UserError as from `parse_settings`.
     """
-    given = plain({**given})
-    config = given.pop("config", "")
+    said: dict[str, Any] = plain({**given})
+    config = said.pop("config", "")
     values = _read_config(find_bundled(config), settings) if config else {}
     values = rename_keys(values, renamed_settings(settings), config)
-    _lay_over(values, given, settings, "the call")
+    _lay_over(values, said, settings, "the call")
     return _with_bundled(_checked(values, settings))
 
 
