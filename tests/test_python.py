@@ -117,6 +117,7 @@ print(json.dumps({
     "counts": [samples.counts, again.counts], "steps": [draft.steps for draft in drafts],
     "tau": [draft.measured["accept/tau"] for draft in drafts], "tried": sorted(tried.measured),
     "texts": [plain.text, *(answer.text for answer in answers)], "log": len(drafts[0].log),
+    "argv": measured.report.argv,
     "methods": [m.name for m in measured.report.pooled], "prints": [*map(str, (samples, drafts[0], measured))],
     "draws": [x._repr_html_() for x in (samples, drafts[0], answers[0], measured)],
     "interrupted": interrupted, "restored": signal.getsignal(signal.SIGINT) is handler,
@@ -126,8 +127,8 @@ print(json.dumps({
 
 def test_all_steps_run_in_one_process_and_twice(world: World, tmp_path: Path) -> None:
     """Catches a second training that the first one's precision ends, one in a thread that may set no signals, a
-    command's module in the place of its function, a result that goes to stdout, and a notebook that a second Ctrl-C
-    ends."""
+    command's module in the place of its function, a result that goes to stdout, a notebook's own command line taken
+    for ours, and a notebook that a second Ctrl-C ends."""
     file = tmp_path / "tiny.py"
     file.write_text(TINY)
     done = worlds.fork(file, world.target.parent, tmp_path).ok()
@@ -142,6 +143,7 @@ def test_all_steps_run_in_one_process_and_twice(world: World, tmp_path: Path) ->
     assert found["tried"]
     assert len(set(found["texts"])) == 1
     assert len(found["texts"][0]) > 5
+    assert found["argv"] == []
     assert sorted(found["methods"]) == [
         "causal",
         "ngram",

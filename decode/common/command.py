@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from decode.common import machine
 from decode.common.errors import UserError, world_error
+from decode.common.provenance import CALLS
 from decode.common.secret_patterns import redact
 from decode.common.settings import make_settings, parse_settings
 
@@ -39,10 +40,6 @@ each is imported before settings are read, and registers draft families or verif
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What ends a command: a person, a scheduler, a terminal that closes, a scheduler's warning before the time is up."""
-
-
-CALLS: list[type] = []
-"""Settings of the functions that run: a second SIGINT does not end their caller's process, such as a notebook's."""
 
 
 class Terminated(BaseException):
@@ -221,7 +218,7 @@ def _leave_closed_terminal() -> None:
 
 
 def _end_at_once(number: int, frame: Any) -> None:
-    if CALLS:
+    if CALLS:  # a notebook would be lost with all that it holds
         signal.default_int_handler(number, frame)
     os._exit(128 + signal.SIGINT)
 
