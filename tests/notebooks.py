@@ -46,11 +46,6 @@ def run(notebook: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    notebook = json.loads(file.read_text())
+    notebook = json.loads(Path(sys.argv[1]).read_text())
     run(notebook)
-    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-    if "--write" in sys.argv:
-        file.write_text(text)
-    else:
-        sys.stdout.write(text)
+    sys.stdout.write(json.dumps(notebook, ensure_ascii=False))

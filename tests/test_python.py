@@ -125,6 +125,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_all_steps_run_in_one_process_and_twice(world: World, tmp_path: Path) -> None:
     """Catches a second training that the first one's precision ends, one in a thread that may set no signals, a
     command's module in the place of its function, a result that goes to stdout, a notebook's own command line taken
@@ -197,7 +198,8 @@ def test_an_answer_without_a_round_has_no_tau() -> None:
     assert "0 rounds" in str(answer)
 
 
-def test_bundled_files_are_found_from_everywhere(
+@pytest.mark.slow
+def test_bundled_models_load_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a snippet that works in a checkout alone."""
