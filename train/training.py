@@ -34,7 +34,6 @@ from decode.model.loading import Target, adopt_tokenizer
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from eval.reporting.formatting import Table, format_number, table_html, table_text
-from eval.reporting.plots import ChartSeries, Point, line_chart
 from train.data import manifest, mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
@@ -107,6 +106,12 @@ class Distilled:
         return f"{self.folder}, {self.steps} steps\n{table_text(self.table)}"
 
     def _repr_html_(self) -> str:
+        from eval.reporting.plots import (
+            ChartSeries,
+            Point,
+            line_chart,
+        )  # a training needs no matplotlib
+
         charts = ""
         for name in ("train/loss", "accept/tau"):
             points = [Point(x["step"], x[name]) for x in self.log if x.get(name) is not None]
