@@ -106,11 +106,8 @@ class Distilled:
         return f"{self.folder}, {self.steps} steps\n{table_text(self.table)}"
 
     def _repr_html_(self) -> str:
-        from eval.reporting.plots import (
-            ChartSeries,
-            Point,
-            line_chart,
-        )  # a training needs no matplotlib
+        # matplotlib, which no training needs
+        from eval.reporting.plots import ChartSeries, Point, line_chart
 
         charts = ""
         for name in ("train/loss", "accept/tau"):
