@@ -22,6 +22,7 @@ from eval import measure
 from tests import worlds
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import ENV, ROOT, World, byte_tokenizer
+from train.training import Distilled
 
 IMPORTS = """
 import sys
@@ -189,6 +190,18 @@ def test_an_answer_shows_where_its_text_comes_from(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b[32m<b\x1b[0m" in str(answer)
+
+
+def test_a_long_training_fits_a_page(tmp_path: Path) -> None:
+    """Catches hundreds of rows, a last step that is left out, an empty chart, and two lines of one step in two rows."""
+    lines = [{"step": step, "train/loss": 1 / step} for step in range(1, 301)]
+    lines.append({"step": 300, "accept/alpha": 0.5})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draft = Distilled(str(tmp_path), 300, {})
+    rows = draft.table.rows
+    assert 10 < len(rows) <= 20
+    assert rows[-1] == ["300", "0.003", "0.500", "–"]
+    assert draft._repr_html_().count("<svg") == 1
 
 
 def test_an_answer_without_a_round_has_no_tau() -> None:

@@ -74,6 +74,9 @@ OUT_OF_MEMORY_ADVICE = (
 )
 
 
+MOST_ROWS = 20
+
+
 @dataclass(frozen=True, repr=False)
 class Distilled:
     """A trained draft. It prints as the table of its log; a notebook draws its loss and acceptance as well."""
@@ -92,7 +95,7 @@ class Distilled:
 
     @property
     def table(self) -> Table:
-        """A row for each step at which something was logged."""
+        """A row for each step at which something was logged; of many as many as a page holds, the last among them."""
         rows: dict[float, dict[str, float]] = {}
         for line in self.log:
             rows.setdefault(line["step"], {}).update(line)
@@ -100,7 +103,7 @@ class Distilled:
         cells = [
             [format_number(row.get(x), n) for x, n in columns.items()] for row in rows.values()
         ]
-        return Table(self.folder, [*columns], cells)
+        return Table(self.folder, [*columns], cells[:: -(len(cells) // MOST_ROWS + 1)][::-1])
 
     def __repr__(self) -> str:
         return f"{self.folder}, {self.steps} steps\n{table_text(self.table)}"
@@ -112,7 +115,8 @@ class Distilled:
         charts = ""
         for name in ("train/loss", "accept/tau"):
             points = [Point(x["step"], x[name]) for x in self.log if x.get(name) is not None]
-            charts += line_chart([ChartSeries(name, points)], [name], "", "step", name)
+            if points:
+                charts += line_chart([ChartSeries(name, points)], [name], "", "step", name)
         return f"{charts}{table_html(self.table)}"
 
 
