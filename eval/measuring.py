@@ -1,7 +1,10 @@
-"""What eval/run.py does: it loads what its settings name, measures it and writes the report."""
+"""A measurement: what its settings name is loaded and measured, and the report written."""
 
+import html
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +13,7 @@ from decode.checkpoints.draft_folder import trained_templates
 from decode.common import files, run_dir
 from decode.common.progress import progress_bars
 from decode.constraints.grammar import build_matcher
-from decode.distributed.placement import load_target
+from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
 from decode.model.loading import adopt_tokenizer
@@ -20,8 +23,8 @@ from eval.benchmark.config import open_journal
 from eval.benchmark.methods import Method, build_methods, draft_checksums
 from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
-from eval.reporting.render import terminal_table, write_report
-from eval.reporting.token_traces import read_outputs, select_traces
+from eval.reporting.render import render_html, terminal_table, write_report
+from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
 from eval.results.report import EvalReport
 from eval.settings.evaluation import EvalConfig
 from eval.tasks import loading
@@ -31,6 +34,27 @@ OWNED_FILES = (
     "journal.jsonl", "outputs.jsonl", "report.json", "report.md", "report.html", "speculation_profile.json",
 )  # fmt: skip
 """Patterns of the files that this command writes into its output folder; the last one earlier versions wrote."""
+
+
+@dataclass(frozen=True, repr=False)
+class Measurement:
+    """What was measured. It prints as the table of the report; a notebook draws the report's page."""
+
+    report: EvalReport
+    """report.json: `report.pooled` has τ, α and speed-up of each method, with intervals."""
+    folder: Path
+    """Where the report lies, with report.html and outputs.jsonl."""
+    traces: list[TokenTrace]
+
+    def __repr__(self) -> str:
+        console = Console()
+        with console.capture() as shown:
+            console.print(terminal_table(self.report))
+        return shown.get().removesuffix("\n")
+
+    def _repr_html_(self) -> str:
+        page = html.escape(render_html(self.report, self.traces))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
 def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
@@ -75,8 +99,14 @@ def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
                 check_request(method.draft, method.k, SamplingParams(temperature, s.top_k, s.top_p))
 
 
-def measure(s: EvalConfig) -> None:
-    """Measures the methods and writes the report, or goes on where an earlier start stopped."""
+def measure(s: EvalConfig) -> Measurement | None:
+    """Measures the methods and writes the report, or goes on where an earlier start stopped. None in a process of
+    several that is not the first."""
+    config.check(s)
+    return run_placed(s.placement, partial(measure_here, s))
+
+
+def measure_here(s: EvalConfig) -> Measurement:
     adopt_tokenizer(s.target, s.tokenizer, s.revision)
     loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     target = loaded.with_template(s.template, trained_templates(m.draft for m in s.methods))
@@ -98,6 +128,6 @@ def measure(s: EvalConfig) -> None:
             report, lines = evaluate(s, target, methods, journal, progress)
         outputs = out / "outputs.jsonl"
         files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
-        write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
-    Console().print(terminal_table(report))
-    print(format_summary_line(report, out))
+        traces = select_traces(report, read_outputs(outputs), target.tokenizer)
+        write_report(report, out, traces)
+    return Measurement(report.with_models(), out, traces)

@@ -8,7 +8,6 @@ command goes on with a run that was stopped by Ctrl-C or a crash.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -19,12 +18,11 @@ from eval.settings.evaluation import EvalConfig
 
 
 def main(s: EvalConfig) -> None:
-    from decode.distributed.placement import run_placed  # these load torch: --help does without
-    from eval.benchmark.config import check
-    from eval.measuring import measure
+    from eval.measuring import format_summary_line, measure  # loads torch: --help does without
 
-    check(s)
-    run_placed(s.placement, partial(measure, s))
+    if measured := measure(s):
+        print(measured)
+        print(format_summary_line(measured.report, measured.folder))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What train/sample.py does: the prompts of a run get answers, from our engine or a server, and a manifest."""
+"""Sampling: the prompts of a run get answers, from our engine or a server, and a manifest."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from decode.model.loading import (
 )
 from decode.model.names import recorded_name
 from decode.serving.running import completions, vllm_client
+from eval.reporting.formatting import Table, table_html, table_text
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
     TargetTokenizer,
@@ -55,6 +55,32 @@ THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "<|channel|>")
 """What a chat template has that writes thoughts before an answer."""
 Engine = Callable[[Sequence[TokenizedPrompt], ProgressBars], Counter[str]]
 """Writes rows for prompts; returns {why prompts failed: how many}."""
+
+
+@dataclass(frozen=True, repr=False)
+class SampledSet:
+    """A set that train/distill.py reads. It prints as the table of its counts, and so a notebook draws it."""
+
+    folder: str
+    counts: dict[str, int]
+    """Of prompts: asked = answered + failed + answers_too_short + skipped, then those that were dropped before."""
+    too_long: int
+    """Prompts of this start that do not fit the context."""
+    failures: dict[str, int]
+    """Why prompts of this start failed."""
+    served: bool
+    """A server answered."""
+
+    @property
+    def table(self) -> Table:
+        rows = [[name, f"{number:,}"] for name, number in self.counts.items()]
+        return Table(self.folder, [self.folder, "prompts"], rows)
+
+    def __repr__(self) -> str:
+        return table_text(self.table)
+
+    def _repr_html_(self) -> str:
+        return table_html(self.table)
 
 
 def write_texts(
@@ -202,17 +228,17 @@ def usual_answer_length(reader: TargetTokenizer) -> int:
     return THINKING_TOKENS if thinks else CHAT_TOKENS
 
 
-def answer(s: SampleConfig) -> None:
-    """Answers the prompts, or writes texts as they stand."""
+def answer(s: SampleConfig) -> SampledSet | None:
+    """Answers the prompts, or writes texts as they stand. None in a process of several that is not the first."""
     s = settle_engine(s)
     check_engine(s)
     reader = load_reader(s)  # UserError for a template before weights are read or a server starts
     if not s.max_new_tokens and s.origin == "target":
         s = replace(s, max_new_tokens=usual_answer_length(reader))
-    run_placed(s.placement, partial(sample, s, reader))
+    return run_placed(s.placement, partial(sample, s, reader))
 
 
-def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
+def sample(s: SampleConfig, reader: TargetTokenizer) -> SampledSet | None:
     """Answers the prompts, or goes on where an earlier start stopped."""
     state = collective.join_processes()
     with ExitStack() as server:
@@ -233,10 +259,10 @@ def sample(s: SampleConfig, reader: TargetTokenizer) -> None:
                     )
                     url = server.enter_context(started)
             at = replace(s, url=collective.broadcast(url))
-            write_answers(s, state, *load_engine(at, state, reader))
+            written = write_answers(s, state, *load_engine(at, state, reader))
             state.wait_for_everyone()  # the server ends with the main process's block
-        else:
-            write_answers(s, state, *load_engine(s, state, reader))
+            return written
+    return write_answers(s, state, *load_engine(s, state, reader))
 
 
 def warn_of_unfollowed_settings(s: SampleConfig) -> None:
@@ -252,7 +278,7 @@ def warn_of_unfollowed_settings(s: SampleConfig) -> None:
 
 def write_answers(
     s: SampleConfig, state: PartialState, reader: TargetTokenizer, engine: Engine
-) -> None:
+) -> SampledSet | None:
     """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
     if s.origin == "target" and state.is_main_process:
         warn_of_unfollowed_settings(s)
@@ -282,7 +308,7 @@ def write_answers(
             failures = engine(todo[state.process_index :: state.num_processes], bars)
         failures = sum(gather_object([failures]), Counter[str]())
         if not state.is_main_process:
-            return
+            return None
         counts = count_answers(s, prompts, dropped, failures)
         write_manifest(s, reader, counts)
         too_long = len(prompts) - len(fitting)
@@ -293,5 +319,4 @@ def write_answers(
         if s.engine == "openai" and reader.identity is not None:
             name = reader.identity.served_as
             console.print(f"which weights the server calls {name} is not known: the set names none")
-        if s.served:
-            print(json.dumps({**counts, "too_long": too_long, "failures": failures}))
+    return SampledSet(s.out, counts, too_long, failures, s.served)

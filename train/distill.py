@@ -8,8 +8,8 @@ Killed at any moment, the same command resumes from its last checkpoint and ends
 undisturbed run gives. The draft's folder in --out decodes with eval/run.py and decode/generate.py.
 """
 
+import json
 import sys
-from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -20,10 +20,13 @@ from train.trainer.settings import DistillConfig
 
 
 def main(s: DistillConfig) -> None:
-    from decode.distributed.placement import run_placed  # these load torch: --help does without
-    from train.training import train_draft
+    from train.training import DryRun, train_draft  # loads torch: --help does without
 
-    run_placed(s.placement, partial(train_draft, s))
+    made = train_draft(s)
+    if isinstance(made, DryRun):
+        print(json.dumps({"dry_run": True, **vars(made)}))
+    elif made:
+        print(json.dumps({"draft": made.folder, "steps": made.steps, **made.measured}))
 
 
 if __name__ == "__main__":

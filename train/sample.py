@@ -11,6 +11,7 @@ Several processes share the prompts. After a kill the same command resumes: what
 answered again, and each answer is the same as without the kill, because its random numbers depend on its id alone.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from train.sampling.config import SampleConfig
 def main(s: SampleConfig) -> None:
     from train.answering import answer  # loads torch: --help does without
 
-    answer(s)
+    made = answer(s)
+    if made and made.served:
+        print(json.dumps({**made.counts, "too_long": made.too_long, "failures": made.failures}))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,17 @@ from decode.checkpoints.draft_folder import (
 from decode.common import provenance
 from decode.common.command import stop
 from decode.common.errors import UserError
+from decode.common.files import parse_jsonl, read_text
 from decode.common.progress import progress_bars
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
-from decode.distributed.placement import load_target
+from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.model import attention
 from decode.model.loading import Target, adopt_tokenizer
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
+from eval.reporting.formatting import Table, format_number, table_html, table_text
 from train.data import manifest, mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
@@ -70,6 +72,60 @@ OWNED_FILES = (
 OUT_OF_MEMORY_ADVICE = (
     "the models alone do not fit: set target_dtype to bfloat16, or take a smaller draft"
 )
+
+
+MOST_ROWS = 20
+
+
+@dataclass(frozen=True, repr=False)
+class Distilled:
+    """A trained draft. It prints as the table of its log; a notebook draws its loss and acceptance as well."""
+
+    folder: str
+    """Where it lies: what `load_draft` and the methods of eval/run.py take."""
+    steps: int
+    measured: dict[str, float]
+    """accept/tau, accept/alpha, … as they were measured last in training, or best with loop.keep_best."""
+
+    @property
+    def log(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl."""
+        file = Path(self.folder, "metrics.jsonl")
+        return [line for _, line in parse_jsonl(read_text(file), file)]
+
+    @property
+    def table(self) -> Table:
+        """A row for each step at which something was logged; of many as many as a page holds, the last among them."""
+        rows: dict[float, dict[str, float]] = {}
+        for line in self.log:
+            rows.setdefault(line["step"], {}).update(line)
+        columns = {"step": 0, "train/loss": 3, "accept/alpha": 3, "accept/tau": 2}
+        cells = [
+            [format_number(row.get(x), n) for x, n in columns.items()] for row in rows.values()
+        ]
+        return Table(self.folder, [*columns], cells[:: -(len(cells) // MOST_ROWS + 1)][::-1])
+
+    def __repr__(self) -> str:
+        return f"{self.folder}, {self.steps} steps\n{table_text(self.table)}"
+
+    def _repr_html_(self) -> str:
+        # matplotlib, which no training needs
+        from eval.reporting.plots import ChartSeries, Point, line_chart
+
+        charts = ""
+        for name in ("train/loss", "accept/tau"):
+            points = [Point(x["step"], x[name]) for x in self.log if x.get(name) is not None]
+            if points:
+                charts += line_chart([ChartSeries(name, points)], [name], "", "step", name)
+        return f"{charts}{table_html(self.table)}"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What `dry_run` found out: what the training needs by estimate, and by two steps."""
+
+    estimated: dict[str, float]
+    measured: dict[str, float]
 
 
 def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
@@ -257,7 +313,7 @@ def distill(
     parts: RunComponents,
     console: Console,
     resumed: bool,
-) -> None:
+) -> Distilled | None:
     """Trains from the last checkpoint, if there is one, and writes the draft's folder, which this run has open."""
     out, trainable, is_main = Path(s.out), parts.trainable, accelerator.is_main_process
     samples, processes = len(parts.rows), accelerator.num_processes
@@ -307,17 +363,19 @@ def distill(
                 checkpoint.load_best(accelerator, out, state.measured_at)
             console.print(f"the draft is that of step {state.measured_at}, whose τ was best")
         draft = sharding.gather_full_draft(accelerator, training.model, trainable, full_copy)
+        made: Distilled | None = None
         if is_main:
             metadata = draft_metadata.build_metadata(
                 s, parts.target, trainable, state, samples, processes
             )
             draft_metadata.save_draft(s, draft, metadata, tracker)
             console.print(f"draft saved: {s.out}")
-            print(json.dumps({"draft": s.out, "steps": metadata.trained_steps, **state.measured}))
+            made = Distilled(s.out, metadata.trained_steps or 0, state.measured)
         with collective.raise_on_all_ranks(accelerator):
             if is_main and s.publish.repo:
                 console.print(f"published: {publish(s.publish, out)}")
         accelerator.wait_for_everyone()
+        return made
     finally:
         tracker.finish()
 
@@ -343,8 +401,13 @@ def publish(s: TrainingPublishConfig, draft: Path) -> str:
     return f"{sent['url']} ({sent['tag']})"
 
 
-def train_draft(s: DistillConfig) -> None:
-    """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps."""
+def train_draft(s: DistillConfig) -> Distilled | DryRun | None:
+    """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps. None in a process
+    of several that is not the first."""
+    return run_placed(s.placement, partial(train_here, s))
+
+
+def train_here(s: DistillConfig) -> Distilled | DryRun | None:
     s, accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     if s.publish.repo:
@@ -363,9 +426,6 @@ def train_draft(s: DistillConfig) -> None:
                 console.print(line)
         if s.dry_run:
             measured = run_dry_run(s, accelerator, parts, console)
-            if accelerator.is_main_process:
-                print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
-        else:
-            run = collective.open_run(accelerator, s, COMMAND, OWNED_FILES, input_paths(s))
-            with run as resumed:
-                distill(s, accelerator, parts, console, resumed)
+            return DryRun(estimated, measured) if accelerator.is_main_process else None
+        with collective.open_run(accelerator, s, COMMAND, OWNED_FILES, input_paths(s)) as resumed:
+            return distill(s, accelerator, parts, console, resumed)

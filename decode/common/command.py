@@ -13,8 +13,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -22,8 +23,9 @@ from typing import Any, NoReturn, TypeVar
 
 from decode.common import machine
 from decode.common.errors import UserError, world_error
+from decode.common.provenance import CALLS
 from decode.common.secret_patterns import redact
-from decode.common.settings import parse_settings
+from decode.common.settings import make_settings, parse_settings
 
 T = TypeVar("T")
 
@@ -66,11 +68,7 @@ def run_command(
     given = list(takewhile(lambda word: not word.startswith("-"), words))[: len(names)]
     words[: len(given)] = [f"--{name}={word}" for name, word in zip(names, given, strict=False)]
     try:
-        unusual = machine.prepare()
-        import_plugins()
-        asked = parse_settings(settings, about or "", words)
-        if unusual and os.environ.get("RANK", "0") == "0":
-            print(f"warning: {unusual}", file=sys.stderr)
+        asked = prepared(lambda: parse_settings(settings, about or "", words))
         with stop_signals():
             main(asked)
         _leave_at_once_if_one_of_several(0)
@@ -88,6 +86,30 @@ def run_command(
         if line is None:
             raise
         _end(2, f"error: {line}", error)
+
+
+@contextmanager
+def called(settings: type[T], given: Mapping[str, Any]) -> Iterator[T]:
+    """In the block a function does what a command does; gives its settings, those `given` to it. Signals are a
+    command's, so that a training saves its step at Ctrl-C, and the caller's again afterwards. UserError for bad
+    settings."""
+    asked = prepared(lambda: make_settings(settings, given))
+    CALLS.append(settings)
+    try:
+        with stop_signals():
+            yield asked
+    finally:
+        CALLS.pop()
+
+
+def prepared(read: Callable[[], T]) -> T:
+    """The settings that `read` returns, once this process is prepared and plugins are known to them."""
+    unusual = machine.prepare()
+    import_plugins()
+    asked = read()
+    if unusual and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {unusual}", file=sys.stderr)
+    return asked
 
 
 def import_plugins() -> None:
@@ -160,14 +182,16 @@ def stop(number: int, saved: str = "") -> NoReturn:
 
 @contextmanager
 def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """In the block `handler` gets SIGNALS. SIGHUP and SIGUSR1 stay ignored where they were, as under nohup."""
+    """In the block `handler` gets SIGNALS. SIGHUP and SIGUSR1 stay ignored where they were, as under nohup. Python has
+    handlers in its main thread alone: in another one, as of a server that calls us, signals stay what they are."""
 
     def handle(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             _leave_closed_terminal()
         handler(number, frame)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     for number, earlier in before.items():
         if earlier != signal.SIG_IGN or number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, handle)
@@ -193,7 +217,9 @@ def _leave_closed_terminal() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
-def _end_at_once(*_: Any) -> None:
+def _end_at_once(number: int, frame: Any) -> None:
+    if CALLS:  # a notebook would be lost with all that it holds
+        signal.default_int_handler(number, frame)
     os._exit(128 + signal.SIGINT)
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 from decode.common.published import Digest, Name, Private, Version, Word
 from decode.common.typed_json import Omitted
 
+CALLS: list[type] = []
+"""Settings of the functions that run in somebody's process (`called` in decode/common/command.py), whose command line
+does not tell how to repeat the result."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -65,7 +69,7 @@ def git_sha() -> str | None:
 
 
 def collect() -> Provenance:
-    return Provenance(sys.argv, git_sha(), versions(), hardware())
+    return Provenance([] if CALLS else sys.argv, git_sha(), versions(), hardware())
 
 
 def _cpu_name() -> str:

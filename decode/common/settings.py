@@ -1,4 +1,5 @@
-"""Typed settings of every command: dataclass defaults, overridden by --config YAML, overridden by --key value.
+"""Typed settings of every command: dataclass defaults, overridden by --config YAML, overridden by --key value, or by
+keywords in Python.
 
 Files and arguments become one nested dict, in which old names are replaced by new ones; `read_group` makes a dataclass
 of it, and decode/common/ranges.py checks the numbers. `--help` is written from the docstrings of the fields.
@@ -85,12 +86,32 @@ def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = N
             start = _start(values, settings)
         sys.stdout.write(_help(settings, about, values, start, "--help_all" in asked))
         sys.exit(0)
-    result = read_group(values, settings, start=_start(values, settings))
-    check_ranges(result)
+    result = _checked(values, settings)
     if asked:
         sys.stdout.write(to_yaml(result))
         sys.exit(0)
     return _with_bundled(result)
+
+
+def make_settings(settings: type[T], given: Mapping[str, Any]) -> T:
+    """An instance of the dataclass `settings` from values of Python: those `given` above those of the YAML file that
+    `config` among them names, if it does. Groups are dicts or dataclasses, paths may be Path.
+
+    UserError as from `parse_settings`.
+    """
+    said: dict[str, Any] = plain({**given})
+    config = said.pop("config", "")
+    values = _read_config(find_bundled(config), settings) if config else {}
+    values = rename_keys(values, renamed_settings(settings), config)
+    _lay_over(values, said, settings, "the call")
+    return _with_bundled(_checked(values, settings))
+
+
+def _checked(values: dict[str, Any], settings: type[T]) -> T:
+    """The settings with these values and the defaults that they lead to, their numbers in their ranges."""
+    result = read_group(values, settings, start=_start(values, settings))
+    check_ranges(result)
+    return result
 
 
 def _with_bundled(value: Any) -> Any:
@@ -128,14 +149,19 @@ def to_yaml(settings: Any) -> str:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """The settings as nested dicts and lists (tuples become lists), ready for YAML or JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
+    """The settings as nested dicts and lists, ready for YAML or JSON."""
     return plain(dataclasses.asdict(settings))
+
+
+def plain(value: Any) -> Any:
+    """`value` as YAML has it: dataclasses are dicts, tuples lists, paths texts."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def setting_names(settings: Any) -> list[str]:
@@ -225,10 +251,15 @@ def _collect(words: Sequence[str], settings: type) -> dict[str, Any]:
             for group in reversed(name.split(".")):
                 value = {group: value}
             _merge(given, value, None)
-    given = rename_keys(given, renamed, "the command line")
+    _lay_over(values, given, settings, "the command line")
+    return values
+
+
+def _lay_over(values: dict[str, Any], given: dict[str, Any], settings: type, source: str) -> None:
+    """Sets in `values`, those of files, what `source` has `given`."""
+    given = rename_keys(given, renamed_settings(settings), source)
     drop_foreign(values, settings, given)
     _merge(values, given, settings)
-    return values
 
 
 def _read_config(file: str, settings: type) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from decode.model.compatibility import cache_name, use_grouped_experts
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.layer_stack import decoder_config
 from decode.model.runner import ModelRunner
+
+T = TypeVar("T")
 
 # ---- followers ----
 
@@ -142,16 +144,16 @@ def to_device(value: Any, device: torch.device) -> Any:
 CPU = torch.device("cpu")
 
 
-def lead(run: Callable[[], None], load: LoadModel) -> None:
-    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads. UserError
-    unless a launcher started several processes."""
+def lead(run: Callable[[], T], load: LoadModel) -> T | None:
+    """What `run` returns in the first process of the launch; the others follow it, with models that `load` loads, and
+    return None. UserError unless a launcher started several processes."""
     if tensor_parallel.join_launch() > 0:
         follow(load)
-        return
-    failure: Exception | None = None
+        return None
+    failure, result = None, None
     try:
         with tensor_parallel.alone():
-            run()
+            result = run()
     # Not a signal, which may come in the middle of a pass; then the launcher ends the others.
     except Exception as error:
         failure = error
@@ -159,6 +161,7 @@ def lead(run: Callable[[], None], load: LoadModel) -> None:
         send(("end",), timedelta(seconds=10))
     if failure is not None:
         raise failure
+    return result
 
 
 class PassSender:

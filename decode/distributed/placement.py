@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -29,6 +29,8 @@ from decode.model.loading import Target
 from decode.model.recurrent import has_recurrent_layers
 from decode.model.runner import ModelRunner
 from decode.model.vision import is_vision_language
+
+T = TypeVar("T")
 
 # ---- devices of the layers ----
 
@@ -88,18 +90,18 @@ def device_map(config: Any, dtype: torch.dtype, room: Mapping[str, int]) -> dict
 # ---- settings and target ----
 
 
-def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
-    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in the
-    first process, which the others follow. UserError for a launch whose processes do not suit the placement."""
+def run_placed(s: PlacementConfig, run: Callable[[], T]) -> T | None:
+    """What `run` returns, the rest of a command that loads its target with `load_target`; under tensor parallelism it
+    runs in the first process alone, which the others follow, and they return None. UserError for a launch whose
+    processes do not suit the placement."""
     if s.kind == "tensor_parallel":
-        lead(run, load_part)
-        return
+        return lead(run, load_part)
     if s.kind == "device_map" and machine.process_count() > 1:
         raise UserError(
             "placement.kind device_map gives one process all devices of the machine: start one process, or choose "
             "tensor_parallel"
         )
-    run()
+    return run()
 
 
 def load_target(

@@ -19,7 +19,6 @@ from decode.common.ranges import (
 )
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
 
-"""Default of the setting `confidence` of drafts whose length adapts."""
 MAX_BRANCHES = 16
 
 
@@ -63,37 +62,27 @@ class MirrorConfig:
 
 
 @dataclass
-class GenerateConfig(PlacedTargetSettings):
-    COMMON: ClassVar[str] = (
-        "target draft prompt prompt_file image k lookup max_new_tokens sampling.temperature dtype device"
-    )
+class LoadingSettings(PlacedTargetSettings):
+    """Which target decodes, in what, and how its chats are rendered."""
 
     dtype: DtypeName = "auto"
     """As in the other commands; auto: float32 on a CPU, on a GPU what the checkpoint is stored in (float16 for bfloat16
     where the card only emulates that, bfloat16 for a GGUF)."""
-    prompt: str = ""
-    """The text to continue, or to answer if the target has a chat template."""
-    prompt_file: str = ""
-    """A file to read the prompt from instead."""
+    template: TrainedTemplate = None
+
+
+@dataclass
+class DecodingSettings:
+    """How a prompt is continued once target and draft are loaded."""
+
     image: str | list[str] = ""
     """Image files that stand before the prompt, a path or a list [a.png, b.png]; for vision-language targets."""
-    template: TrainedTemplate = None
-    draft: str = "ngram"
-    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
-    `none`: plain decoding."""
+    k: DraftLength = 4
+    """Tokens drafted per round."""
     lookup: str = ""
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
-    swift: SwiftConfig = field(default_factory=SwiftConfig)
-    """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
-    state: str = ""
-    """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
-    draft_dtype: DtypeName = ""
-    """What the draft computes in, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's
-    dtype. It never changes the output."""
-    k: DraftLength = 4
-    """Tokens drafted per round."""
     confidence: Share = 0.0
     """Draft fewer than `k` where the draft is unsure: a chain ends where the product of its tokens' probabilities falls
     below this, such as 0.3. 0: always `k`."""
@@ -111,5 +100,27 @@ class GenerateConfig(PlacedTargetSettings):
     """The answer follows the Lark grammar in this file (llguidance's dialect; the rule `start` is the whole text)."""
     seed: Seed = 0
     """Seed of sampling; equal seeds give equal text."""
+
+
+@dataclass
+class GenerateConfig(DecodingSettings, LoadingSettings):
+    COMMON: ClassVar[str] = (
+        "target draft prompt prompt_file image k lookup max_new_tokens sampling.temperature dtype device"
+    )
+
+    prompt: str = ""
+    """The text to continue, or to answer if the target has a chat template."""
+    prompt_file: str = ""
+    """A file to read the prompt from instead."""
+    draft: str = "ngram"
+    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
+    `none`: plain decoding."""
+    draft_dtype: DtypeName = ""
+    """What the draft computes in, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's
+    dtype. It never changes the output."""
+    swift: SwiftConfig = field(default_factory=SwiftConfig)
+    """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
+    state: str = ""
+    """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""

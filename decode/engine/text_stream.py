@@ -1,10 +1,12 @@
-"""The text of an answer while its tokens arrive, round by round: every character comes out whole.
+"""The text of an answer while its tokens arrive, round by round: every character comes out whole, with the origin of
+its token.
 
 A character may lie in several tokens (bytes), and a token's text may depend on the one before it (the leading spaces of
 SentencePiece). So tokens are decoded together with those before them, and a character is held back until it is whole.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from os.path import commonprefix
 from typing import Any
@@ -126,6 +128,51 @@ def _pieces(text: str, labels: list[Any]) -> list[tuple[str, Any]]:
         ("".join(character for character, _ in group), label)
         for label, group in groupby(characters, key=lambda pair: pair[1])
     ]
+
+
+@dataclass(frozen=True)
+class TraceSegment:
+    """Consecutive text of an answer with one origin."""
+
+    text: str
+    kind: str
+    """"accepted": drafted tokens that were accepted; "own": a token of the target (the first token, a correction after
+    a rejection, or the bonus token after a draft that was accepted whole)."""
+    rejected: int = 0  # number of drafted tokens that were rejected just before it
+
+
+def split_by_origin(
+    ids: Sequence[int],
+    rounds: Sequence[Sequence[int]],
+    tokenizer: Any,
+    prompt_ids: Sequence[int] = (),
+) -> list[TraceSegment]:
+    """The text of `ids` after the prompt's, split where the origin of its tokens changes; the first token comes from
+    prefill. A character of several tokens belongs to the last of them, which completes it.
+
+    `rounds` are (drafted, accepted) before trimming: the last one may count tokens beyond the end of `ids`.
+    """
+    cuts = [(1, "own", 0)]
+    for drafted, accepted in rounds:
+        start = cuts[-1][0]
+        if accepted > 0:
+            cuts.append((start + accepted, "accepted", 0))
+        cuts.append((start + accepted + 1, "own", drafted - accepted))
+    text = LabelledText(TextStream(tokenizer, prompt_ids))
+    texts, start = [""] * len(cuts), 0
+    pieces: list[tuple[str, int]] = []
+    for number, (end, *_) in enumerate(cuts):
+        pieces += text.add(ids[start:end], number)
+        start = end
+    for piece, number in [*pieces, *text.end()]:
+        texts[number] += piece
+    segments, rejected = [], 0
+    for (_, kind, own_rejected), own_text in zip(cuts, texts, strict=True):
+        rejected += own_rejected
+        if own_text:
+            segments.append(TraceSegment(own_text, kind, rejected))
+            rejected = 0
+    return segments
 
 
 def byte_tokens(tokenizer: Any) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """Numbers, intervals and tables as text, and HTML pages; values that were not measured become a dash."""
 
+import html
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,25 @@ def table_markdown(table: Table) -> str:
         "| " + " | ".join(escape_markdown(cell) for cell in line) + " |" for line in lines
     )
     return f"## {escape_markdown(table.title)}\n\n{body}"
+
+
+def table_text(table: Table) -> str:
+    """Header and rows in columns, without the title: as a result prints."""
+    lines = [table.header, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def table_html(table: Table) -> str:
+    """The same in HTML, as a notebook draws it."""
+    head, *rows = [
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+        for tag, line in [("th", table.header), *(("td", row) for row in table.rows)]
+    ]
+    return f"<table><tr>{'</tr><tr>'.join([head, *rows])}</tr></table>"
 
 
 CONTROL_PICTURES = {

@@ -51,6 +51,7 @@ MATPLOTLIB_STYLE = {
 }
 WIDTH, HEIGHT = 4.6, 3.0  # inches
 ROW_HEIGHT = 0.17  # inches for a dot and its share of the gap to the next row
+MOST_TICKS = 12
 DODGE_WIDTH = 0.7  # share of the distance between two ticks that points of one tick are spread over
 
 
@@ -137,7 +138,8 @@ def line_chart(
         if line_at is not None:
             axes.axhline(line_at, color=TEXT_COLOR, linestyle="--", linewidth=1)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale=xscale)
-        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        if len(xs) <= MOST_TICKS:  # of a training's steps matplotlib chooses some
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
         axes.minorticks_off()
         if ylim is not None:
             axes.set_ylim(*ylim)

@@ -1,6 +1,6 @@
 """Traces of a few answers: which tokens were drafted and accepted, and which the target added itself."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
-from decode.engine.text_stream import LabelledText, TextStream
+from decode.engine.text_stream import TraceSegment, split_by_origin
 from eval.results.report import EvalReport, unique_names
 
 MAX_TRACES = 3
@@ -16,17 +16,6 @@ MAX_PROMPT_CHARACTERS = 240  # only the end of a longer prompt is shown
 
 OutputLine = dict[str, Any]  # A line of outputs.jsonl, as eval/run.py writes it
 OUTPUT_KEYS = {"task", "method", "temperature", "prompt_ids", "output_ids", "rounds"}
-
-
-@dataclass(frozen=True)
-class TraceSegment:
-    """Consecutive text of an answer with one origin."""
-
-    text: str
-    kind: str
-    """"accepted": drafted tokens that were accepted; "own": a token of the target (the first token, a correction after
-    a rejection, or the bonus token after a draft that was accepted whole)."""
-    rejected: int = 0  # number of drafted tokens that were rejected just before it
 
 
 @dataclass(frozen=True)
@@ -78,37 +67,3 @@ def select_traces(
             TokenTrace(line["task"], line["method"], shown, segments, len(rounds), len(ids))
         )
     return traces
-
-
-def split_by_origin(
-    ids: Sequence[int],
-    rounds: Sequence[Sequence[int]],
-    tokenizer: Any,
-    prompt_ids: Sequence[int] = (),
-) -> list[TraceSegment]:
-    """The text of `ids` after the prompt's, split where the origin of its tokens changes; the first token comes from
-    prefill. A character of several tokens belongs to the last of them, which completes it.
-
-    `rounds` are (drafted, accepted) before trimming: the last one may count tokens beyond the end of `ids`.
-    """
-    cuts = [(1, "own", 0)]
-    for drafted, accepted in rounds:
-        start = cuts[-1][0]
-        if accepted > 0:
-            cuts.append((start + accepted, "accepted", 0))
-        cuts.append((start + accepted + 1, "own", drafted - accepted))
-    text = LabelledText(TextStream(tokenizer, prompt_ids))
-    texts, start = [""] * len(cuts), 0
-    pieces: list[tuple[str, int]] = []
-    for number, (end, *_) in enumerate(cuts):
-        pieces += text.add(ids[start:end], number)
-        start = end
-    for piece, number in [*pieces, *text.end()]:
-        texts[number] += piece
-    segments, rejected = [], 0
-    for (_, kind, own_rejected), own_text in zip(cuts, texts, strict=True):
-        rejected += own_rejected
-        if own_text:
-            segments.append(TraceSegment(own_text, kind, rejected))
-            rejected = 0
-    return segments

@@ -233,7 +233,8 @@ def test_a_gpu_computes_in_the_checkpoint_s_dtype(
 
     def load(placement: Any, name: str, device: str, dtype: str, revision: Any) -> Target:
         found.append(dtype)
-        return replace(tiny_target(tiny_model("llama")), tokenizer=byte_tokenizer())
+        made = tiny_target(tiny_model("llama"))
+        return replace(made, tokenizer=byte_tokenizer(), dtype=dtype)
 
     def pick(name: str, target: Target, dtype: str) -> Draft:
         found.append(dtype)

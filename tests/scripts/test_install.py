@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,9 +46,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """`draftsmith` of the install, in a folder beside it."""
+    return python(site, site / "bin" / "draftsmith", *words)
+
+
+def python(site: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Python with the install, in a folder beside it."""
     here = site.parent / "elsewhere"
     here.mkdir(exist_ok=True)
-    command = [sys.executable, str(site / "bin" / "draftsmith"), *map(str, words)]
+    command = [sys.executable, *map(str, words)]
     env = {**os.environ, **ENV, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -89,6 +95,19 @@ def test_an_install_works_from_another_folder(site: Path) -> None:
     draft = drafts.draft(site.parent / "draft")
     run(site, "publish", "--draft", draft, "--repo", "me/x", "--out", "published")
     assert (here / "published" / "README.md").is_file()
+
+
+@pytest.mark.slow
+def test_the_readme_s_snippet_runs_from_an_install(site: Path) -> None:
+    """Catches a snippet that needs a checkout, prints another figure than the README says, or no colour."""
+    readme = (ROOT / "README.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    shown = python(site, "-c", f"import os\nos.environ['FORCE_COLOR'] = '1'\n{snippet}").stdout
+    text = re.sub("\x1b\\[[0-9;]*m", "", shown)
+    assert text.startswith('def add(a, b):\n    """Add a list')
+    assert "\x1b[32m" in shown
+    (figures,) = re.findall(r"and `(\d+ rounds, τ [\d.]+)`\.$", readme, re.MULTILINE)
+    assert f"{figures}, " in text.splitlines()[-1]
 
 
 def test_files_of_the_project_are_the_same_from_everywhere(

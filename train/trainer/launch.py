@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, set_seed, str_to_bool
 from rich.console import Console
 from torch.utils._triton import has_triton
@@ -230,6 +231,7 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     state = collective.join_processes()
     with collective.raise_on_all_ranks(state), collective.one_line_errors():
         s = follow_launcher(s, state.num_processes, state.device.type)
+    AcceleratorState._reset_state()  # an earlier training of this process may have had another precision
     with collective.one_line_errors():
         # The loss is divided by the tokens of the whole step, so a micro-batch is not to be divided once more.
         whole = GradientAccumulationPlugin(num_steps=1)

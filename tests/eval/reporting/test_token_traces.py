@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
-from eval.reporting.token_traces import read_outputs, select_traces, split_by_origin
+from decode.engine.text_stream import split_by_origin
+from eval.reporting.token_traces import read_outputs, select_traces
 from eval.results.report import EvalReport
 from tests import drafts
 from tests.decode.engine.test_text_stream import KINDS, random_ids

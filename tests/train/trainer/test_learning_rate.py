@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from train.trainer.loop import lr_multiplier
 from train.settings.training import LoopConfig
+from train.trainer.loop import lr_multiplier
 
 
 @pytest.mark.parametrize(
