@@ -89,6 +89,17 @@ def test_text_stops_at_the_context(arch: str) -> None:
         decode(target, None, tiny_prompts(context))
 
 
+def test_a_draft_without_a_context_stops_at_the_target_s() -> None:
+    """Catches a drafted token that counts although no position is left for it; drafts with a context stop there by
+    themselves."""
+    size = tiny_model("gpt2").config.vocab_size
+    model = tiny_model("gpt2", max_position_embeddings=size + 3)
+    prompt = [*range(size)]  # an n-gram finds whatever comes first
+    [output] = decode(tiny_target(model), NgramDraft(), [prompt], k=6)
+    assert output.rounds[0][0] == 2
+    assert output.output_ids == hf_text(model, prompt, max_length=size + 3)
+
+
 def test_text_of_a_multimodal_model_equals_generate() -> None:
     """Catches checks that look at the vision tower (which sees later patches) and fields that only text_config has."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
