@@ -69,7 +69,10 @@ def listed(what: str) -> list[str]:
 
         return [f"{name} {engine.version}" for name, engine in ENGINES.items()]
     if what == "families":
+        from decode.common.command import import_plugins
         from train.families.registry import TRAINED_FAMILIES
+
+        import_plugins()
 
         trained = {name: family.description for name, family in TRAINED_FAMILIES.items()}
         return [f"{name:10}  {about}" for name, about in (trained | OTHER_WORDS).items()]

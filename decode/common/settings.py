@@ -5,7 +5,8 @@ Files and arguments become one nested dict, in which old names are replaced by n
 of it, and decode/common/ranges.py checks the numbers. `--help` is written from the docstrings of the fields.
 
 A settings class lists its old names as `RENAMED_SETTINGS: ClassVar[dict[str, str]]`, dotted old name -> dotted new
-name, in its own terms. A group may be renamed as a whole: {"compare": "divergence"} covers `compare.top` too.
+name, in its own terms. A group may be renamed as a whole: {"compare": "divergence"} covers `compare.top` too. Of the
+classes of a OneOf, an old name of one is not renamed where another has a setting of that name.
 """
 
 import ast
@@ -343,7 +344,9 @@ def _merge(values: dict[str, Any], new: dict[str, Any], kind: Any) -> None:
 def renamed_settings(settings: Any) -> dict[str, str]:
     """Old -> new dotted names of the dataclass or OneOf `settings` and of the groups in it."""
     if isinstance(settings, OneOf):
-        return {k: v for cls in settings.classes.values() for k, v in renamed_settings(cls).items()}
+        found = (x for cls in settings.classes.values() for x in renamed_settings(cls).items())
+        today = _fields(settings)
+        return {old: new for old, new in found if old not in today}
     renamed = dict(getattr(settings, "RENAMED_SETTINGS", {}))
     for name, kind in _fields(settings).items():
         for group in filter(_is_group, _arms(kind)):

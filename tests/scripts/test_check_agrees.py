@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.drafts import mtp
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target, load_model
-from decode.serving.checker import DECODER_RULE, check_draft_files
+from decode.serving.checker import DECODER_RULE, ENGINES, check_draft_files
 from decode.serving.rules import IGNORED, REFUSED, SILENT, Finding
 from eval.served.reading import combine, edit_tensors, set_config
 from tests.decode.checkpoints import test_importers
@@ -183,7 +183,7 @@ def test_checker_and_decoder_agree(name: str, tmp_path: Path, target_folder: str
     assert "\n" not in said
     assert (reason in said) if reason else said == "", said
     for target in ("", target_folder):
-        for engine in ("vllm", "sglang", "trtllm", "llamacpp", "transformers"):
+        for engine in ENGINES:
             findings = check_draft_files(path, engine, target=target)
             if [f.rule for f in findings] == ["unchecked"]:
                 continue

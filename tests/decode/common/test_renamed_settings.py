@@ -3,12 +3,13 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 
 from decode.common.errors import UserError
 from decode.common.files import RUN_FILE
+from decode.common.ranges import OneOf
 from decode.common.run_dir import FolderSettings, open_run
 from decode.common.settings import parse_settings, setting_names, to_dict, to_yaml
 
@@ -162,3 +163,45 @@ def test_a_folder_with_old_names_is_the_same_run(
     assert (out / RUN_FILE).read_text() == "# command: train.py\n" + to_yaml(settings)
     assert resumes(settings)
     assert advice(capsys) == []
+
+
+@dataclass
+class Family:
+    family: str = ""
+
+
+@dataclass
+class Lora(Family):
+    family: str = "lora"
+    target_lora_rank: int = 16
+    RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"rank": "target_lora_rank"}
+
+
+@dataclass
+class Table(Family):
+    family: str = "table"
+    rank: int = 64
+
+
+FAMILIES: dict[str, type] = {"lora": Lora}
+
+
+@dataclass
+class Trained:
+    draft: Annotated[Family, OneOf("family", FAMILIES)] = field(default_factory=Lora)
+
+
+def test_a_new_family_may_have_a_setting_with_an_old_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a registered family whose setting is taken for another family's old one, and then refused."""
+    old, table = "{family: lora, rank: 4}", "{family: table, rank: 8}"
+    assert parse_settings(Trained, "", ["--draft", old]).draft == Lora(target_lora_rank=4)
+    assert "draft.rank is now called draft.target_lora_rank" in capsys.readouterr().err
+    monkeypatch.setitem(FAMILIES, "table", Table)
+    assert parse_settings(Trained, "", ["--draft", table]).draft == Table(rank=8)
+    assert not capsys.readouterr().err
+    with pytest.raises(
+        UserError, match=r"draft\.rank is a setting of table, and draft\.family is lora"
+    ):
+        parse_settings(Trained, "", ["--draft", old])

@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -22,13 +23,45 @@ from train.losses.divergences import (
     top_k,
     tv,
 )
+from train.settings.training import LossName
 
 Loss = Callable[..., Tensor]
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 divergences = pytest.mark.parametrize(
     "loss", [forward_kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda], ids=lambda loss: loss.__name__
 )
+GOLDEN: dict[Loss, float] = {
+    forward_kl: 0.1438410,  # ln 2 / sqrt 3 ...: 1/2 ln(2/3) + 1/2 ln 2
+    reverse_kl: 0.1308120,  # 3/4 ln(3/2) + 1/4 ln(1/2)
+    jsd: 0.0338220,  # m = (5/8, 3/8)
+    tv: 0.25,
+    acceptance: 0.75,
+    lk_alpha: 0.2876821,  # -ln 3/4
+    lk_lambda: 0.2388108,  # l = exp(-9/4) = 0.1053992
+    soft_ce: 0.8369882,  # the KL + ln 2
+    top_k: 0.8369882,
+}
+"""Values for p = (1/2, 1/2), q = (3/4, 1/4), by hand."""
+REDUCED_GOLDEN: dict[Loss, float] = {
+    forward_kl: 0.1438410,
+    reverse_kl: 0.1308120,
+    jsd: 0.0338220,
+    soft_ce: 0.8369882,
+    top_k: 0.8369882,
+    acceptance: 0.5,  # 1/4 + 1/4
+    tv: 0.5,
+    lk_alpha: 0.6931472,
+    lk_lambda: 0.4205304,  # l = exp(-3/2) = 0.2231302
+}
+"""Those for p = (1/2, 1/4, 1/4), q = (3/4, 1/4) on tokens 2 and 1; renormalised p is (1/2, 1/2)."""
 IDS = torch.tensor([40, 3, 11, 12, 25, 49, 0, 30, 8, 21, 17, 5, 33, 46, 19])  # 15 of 50, unsorted
+
+
+def test_every_loss_can_be_chosen_and_has_a_value_by_hand() -> None:
+    """Bug: a name in the settings that is a KeyError at the first step, or a loss that no setting chooses."""
+    assert tuple(LOSSES) == get_args(LossName)
+    assert {*GOLDEN, hard_ce} == {*LOSSES.values(), acceptance}
+    assert {*REDUCED_GOLDEN, hard_ce} == {*LOSSES.values(), acceptance}
 
 
 def logits(seed: int, rows: int = 64, vocabulary: int = 50) -> Tensor:
@@ -36,40 +69,17 @@ def logits(seed: int, rows: int = 64, vocabulary: int = 50) -> Tensor:
 
 
 def test_golden_values() -> None:
-    """Bug: p and q swapped, a factor or a term lost. By hand for p = (1/2, 1/2), q = (3/4, 1/4)."""
+    """Bug: p and q swapped, a factor or a term lost."""
     p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
-    golden = {
-        forward_kl: 0.1438410,  # ln 2 / sqrt 3 ...: 1/2 ln(2/3) + 1/2 ln 2
-        reverse_kl: 0.1308120,  # 3/4 ln(3/2) + 1/4 ln(1/2)
-        jsd: 0.0338220,  # m = (5/8, 3/8)
-        tv: 0.25,
-        acceptance: 0.75,
-        lk_alpha: 0.2876821,  # -ln 3/4
-        lk_lambda: 0.2388108,  # l = exp(-9/4) = 0.1053992
-        soft_ce: 0.8369882,  # the KL + ln 2
-        top_k: 0.8369882,
-    }
-    for function, value in golden.items():
+    for function, value in GOLDEN.items():
         torch.testing.assert_close(function(p, q), torch.tensor([value]), atol=1e-6, rtol=0)
     torch.testing.assert_close(hard_ce(q, p), torch.tensor([0.6931472]))
 
 
 def test_golden_values_on_a_reduced_vocabulary() -> None:
-    """Bug: acceptance with a renormalised teacher (pitfall 11), or a KL with one that is not. By hand for p = (1/2,
-    1/4, 1/4), q = (3/4, 1/4) on tokens 2 and 1: renormalised p is (1/2, 1/2)."""
+    """Bug: acceptance with a renormalised teacher (pitfall 11), or a KL with one that is not."""
     p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.75, 0.25]]).log()
-    golden = {
-        forward_kl: 0.1438410,
-        reverse_kl: 0.1308120,
-        jsd: 0.0338220,
-        soft_ce: 0.8369882,
-        top_k: 0.8369882,
-        acceptance: 0.5,  # 1/4 + 1/4
-        tv: 0.5,
-        lk_alpha: 0.6931472,
-        lk_lambda: 0.4205304,  # l = exp(-3/2) = 0.2231302
-    }
-    for function, value in golden.items():
+    for function, value in REDUCED_GOLDEN.items():
         found = function(p, q, torch.tensor([2, 1]))
         torch.testing.assert_close(found, torch.tensor([value]), atol=1e-6, rtol=0)
     p = torch.tensor([[0.5, 0.2, 0.3]]).log()  # the likeliest of tokens 2 and 1 is 2: column 0
