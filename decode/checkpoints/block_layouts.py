@@ -25,10 +25,6 @@ OUTER_KEYS = (
     "sliding_window_non_causal",
     "aux_hidden_state_layer_ids",
     "dflash_config",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
 )
 """Settings that speculators writes outside `transformer_layer_config`, beside those of EAGLE-3."""
 
@@ -108,23 +104,6 @@ def _dspark_shapes(config: HeadConfig) -> Shapes:
         "confidence_head.proj.weight": (1, hidden + rank),
         "confidence_head.proj.bias": (1,),
     }
-
-
-def _dflash2_shapes(config: HeadConfig) -> Shapes:
-    shapes = _dflash_shapes(config)
-    if not shapes:
-        return {}
-    hidden, taps, rank = (
-        config[key] for key in ("hidden_size", "conv_kernel_size", "selector_rank")
-    )
-    kernels = (2 * taps * (hidden // config["conv_group_size"]), hidden)
-    for i in range(config.value("num_hidden_layers", 1)):
-        for name in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
-            shapes[f"{name}.base_kernel"] = (2, taps, hidden)
-            shapes[f"{name}.kernel_projection.weight"] = kernels
-    books = ("predecessor_codebook", "successor_codebook")
-    shapes |= {f"candidate_selector.{name}": (config["vocab_size"], rank) for name in books}
-    return shapes | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
 
 
 def _shared(config: HeadConfig) -> set[str]:
@@ -217,12 +196,11 @@ DFLASH2 = replace(
     family="dflash2",
     known_by=r"candidate_selector\.predecessor_codebook",
     read=partial(_read, families=("dflash2",)),
-    shapes=_dflash2_shapes,
+    shapes=None,
 )
 XPRESS = replace(
-    DFLASH,
+    DFLASH2,
     family="xpress",
     known_by=r"refiner_head\.token_embed\.weight",
     read=partial(_read, families=("xpress",)),
-    shapes=None,
 )
