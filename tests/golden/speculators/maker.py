@@ -232,7 +232,7 @@ def main() -> None:
             else:
                 found, after = block_logits(model, base)
             rows = [
-                [[round(x, 6) if x > -1e9 else None for x in level] for level in levels]
+                [[round(x, 6) for x in level] for level in levels]
                 for levels in found.log_softmax(-1).tolist()
             ]
             made["kinds"][kind] = {
