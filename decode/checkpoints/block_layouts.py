@@ -170,7 +170,7 @@ def _check_dflash2(config: dict[str, Any]) -> None:
     vocab, hidden, group = (config[key] for key in ("vocab_size", "hidden_size", "conv_group_size"))
     if (config.get("draft_vocab_size") or vocab) != vocab:
         raise UserError("DFlash 2 with a reduced vocabulary: only the target's whole one is read")
-    if hidden % group or not 0 < config["selector_top_k"] <= vocab:
+    if group < 1 or hidden % group or not 0 < config["selector_top_k"] <= vocab:
         raise UserError(
             f"DFlash 2 with groups of {group} of {hidden} numbers and {config['selector_top_k']} candidates of {vocab} "
             "tokens: correct config.json"

@@ -161,6 +161,7 @@ def test_dflash2_of_its_authors_is_read(tmp_path: Path) -> None:
         ("dflash2", {"speculators_model_type": "dflash"}, "'dflash'"),
         ("dflash2", {"draft_vocab_size": 8}, "reduced vocabulary"),
         ("dflash2", {"conv_group_size": 5}, "groups of 5"),
+        ("dflash2", {"conv_group_size": 0}, "groups of 0"),
         ("dflash2", {"selector_top_k": 99}, "99 candidates"),
         ("dflash2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("dflash2", {"input_embedding_scale": 4.0}, "input_embedding_scale"),
