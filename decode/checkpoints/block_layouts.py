@@ -1,7 +1,11 @@
-"""DFlash and DSpark: config.json and tensors as saved here, as engines require them and as others save them."""
+"""DFlash and its kin: config.json and tensors as saved here, as engines require them and as others save them.
+
+DFlash 2 and XPress are read alone: as the speculators library writes them, DFlash 2 also flat, as its authors do.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from decode.checkpoints import layouts
@@ -9,6 +13,11 @@ from decode.checkpoints.eagle_layouts import layer_kind, llama_layer_config
 from decode.checkpoints.layouts import HeadConfig, Layout, ReadFiles, Shapes, Tensors
 from decode.common.errors import UserError
 
+SELECTED = (
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+)
+"""Settings of DFlash 2 that its authors may write in `dflash_config`; the last three are refused."""
 OUTER_KEYS = (
     "block_size",
     "markov_rank",
@@ -103,8 +112,15 @@ def _shared(config: HeadConfig) -> set[str]:
     return {"embed_tokens.weight", *(("lm_head.weight",) if whole else ())}
 
 
-def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
-    """A flat config with sizes, capture ids and the mask token where our module looks for them."""
+def _read(
+    config: HeadConfig, tensors: Tensors, families: Sequence[str] = ("dflash", "dspark")
+) -> ReadFiles:
+    """A flat config with sizes, capture ids and the mask token where our module looks for them. The tensors are those
+    of one of `families`: DSpark without its heads is DFlash."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, *families):
+        what = " or ".join(families)
+        raise UserError(f"speculators draft of type {kind!r}: its tensors are those of {what}")
     flat = dict(config)
     if "transformer_layer_config" in config:
         flat = {**config, **config["transformer_layer_config"]}
@@ -129,6 +145,9 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
         raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
     if "mask_token_id" not in nested:
         nested["mask_token_id"] = flat["mask_token_id"]
+    flat |= {key: nested[key] for key in SELECTED if key in nested}
+    if "dflash2" in families:
+        _check_dflash2(flat)
     anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
     if anchor is None:  # flat files of DSpark mean true, and those of speculators false
         anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
@@ -146,6 +165,18 @@ def _read(config: HeadConfig, tensors: Tensors) -> ReadFiles:
     return HeadConfig(flat | fields), tensors
 
 
+def _check_dflash2(config: dict[str, Any]) -> None:
+    """UserError for a DFlash 2 whose candidates or groups are none."""
+    vocab, hidden, group = (config[key] for key in ("vocab_size", "hidden_size", "conv_group_size"))
+    if (config.get("draft_vocab_size") or vocab) != vocab:
+        raise UserError("DFlash 2 with a reduced vocabulary: only the target's whole one is read")
+    if group < 1 or hidden % group or not 0 < config["selector_top_k"] <= vocab:
+        raise UserError(
+            f"DFlash 2 with groups of {group} of {hidden} numbers and {config['selector_top_k']} candidates of {vocab} "
+            "tokens: correct config.json"
+        )
+
+
 PREFIX = ((r"^model\.", ""),)
 DFLASH = Layout(
     "dflash",
@@ -159,4 +190,17 @@ DFLASH = Layout(
 )
 DSPARK = replace(
     DFLASH, family="dspark", known_by=r"markov_head\.markov_w1\.weight", shapes=_dspark_shapes
+)
+DFLASH2 = replace(
+    DFLASH,
+    family="dflash2",
+    known_by=r"candidate_selector\.predecessor_codebook",
+    read=partial(_read, families=("dflash2",)),
+    shapes=None,
+)
+XPRESS = replace(
+    DFLASH2,
+    family="xpress",
+    known_by=r"refiner_head\.token_embed\.weight",
+    read=partial(_read, families=("xpress",)),
 )

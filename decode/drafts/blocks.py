@@ -1,4 +1,4 @@
-"""Drafts that propose a block of K tokens in one pass, in chains or trees: PARD, P-EAGLE, DFlash and DSpark.
+"""Drafts that propose a block of K tokens in one pass, in chains or trees: PARD, P-EAGLE, DFlash and its kin.
 
 PARD (An et al., arXiv 2504.18583) is a small language model. It reads the tokens committed since its last pass and
 K - 1 mask tokens. The logits after the last committed token are those of the first drafted token, the logits after mask
@@ -8,12 +8,11 @@ P-EAGLE (arXiv 2602.01469) is an EAGLE-3 head. Behind the last pair of a hidden 
 `mask_hidden`, which is trained, and the mask token. The pair at position t predicts token t + 2, each mask the token
 after that.
 
-DFlash and DSpark read mask tokens too. The KV cache's slot t holds the context of the target's hidden state at t. A
-pass writes its block's own keys from the anchor's slot on; the next one first writes the context of all tokens that the
-round may have committed over them.
+DFlash, DFlash 2, DSpark and XPress read mask tokens too. The KV cache's slot t holds the context of the target's hidden
+state at t. A pass writes its block's own keys from the anchor's slot on; the next one first writes the context of all
+tokens that the round may have committed over them.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from decode.common.files import read_json_object
 from decode.drafts import causal, eagle
 from decode.drafts.base import DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.dflash_model import DFlashModel
+from decode.drafts.dflash_model import BlockLogits, DFlashModel, independent_logits
 from decode.drafts.drafting import DraftStep, draft_tokens
 from decode.drafts.eagle import CachedHead, EagleDraft, name_layers
 from decode.drafts.eagle_model import QK_NORM_FIELDS, Eagle3Model, check_arithmetic, llama_config
@@ -39,20 +38,18 @@ from decode.model.runner import PREFILL_CHUNK, ModelRunner
 from decode.verification.tree import TreeShape, max_depth
 
 
-def level_step(logits: Tensor, correction: Callable[[Tensor], Tensor] | None = None) -> DraftStep:
-    """The DraftStep of a block with logits [B, K, V] at its K levels; its first call gives those of level 1.
+def level_step(logits: BlockLogits) -> DraftStep:
+    """The DraftStep of a block; its first call gives the logits of level 1.
 
-    `correction` maps tokens [B, T] to what is added to the logits of their successors. q is then the corrected
-    distribution, else a product of independent ones: that which tokens were drawn from, so every lossless rule stays
-    exact.
+    q is what they give: a product of independent distributions, or each given the tokens before. That is which tokens
+    were drawn from, so every lossless rule stays exact.
     """
     level = 0
 
     def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
         nonlocal level
         level += 1
-        found = logits[:, level, None].expand(-1, tokens.shape[1], -1)
-        return found if correction is None else found + correction(tokens)
+        return logits(level, tokens, above)
 
     return step
 
@@ -91,7 +88,8 @@ class PardDraft(CausalDraft):
         """
         depth = max_depth(self.shape, k)
         logits = self._read_with_masks(history, length, depth)
-        return draft_tokens(level_step(logits), logits[:, 0], length, k, self.plan, self.request)
+        step = level_step(independent_logits(logits))
+        return draft_tokens(step, logits[:, 0], length, k, self.plan, self.request)
 
     def _read_committed(self, history: Tensor, length: Tensor) -> Tensor:
         return self._read_with_masks(history, length, 1)[:, 0]
@@ -147,7 +145,7 @@ class PEagleDraft(EagleDraft):
         self.kv_cache.slots.set_positions(length - 1 - tokens.shape[1], tokens.shape[1] + depth - 1)
         found = self._forward(inputs, torch.cat([tokens, masks], 1))[:, -depth:]
         logits = self.net.logits(found)
-        step, first = level_step(logits), logits[:, 0]
+        step, first = level_step(independent_logits(logits)), logits[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
 
@@ -160,11 +158,11 @@ def load_peagle(path: str, target: Target, device: str, dtype: str) -> PEagleDra
     return PEagleDraft(net, target, family)
 
 
-# ---- DFlash and DSpark ----
+# ---- DFlash and its kin ----
 
 
 class DFlashDraft(CachedHead):
-    """A DFlash or DSpark model as a draft."""
+    """A DFlashModel as a draft. In rounds of fewer tokens than it was trained for the blocks are as much shorter."""
 
     net: DFlashModel
 
@@ -213,11 +211,10 @@ class DFlashDraft(CachedHead):
 
         embeds = F.embedding(tokens, self.embedding).to(self.dtype)
         with forward_context(slots):
-            states = self.net(embeds, self._positions(), attend)[:, self.net.first :]
-        base = self.net.base_logits(states)  # [B, K, Vd]
-        correction = self.net.markov_head
-        first = base[:, 0] if correction is None else base[:, 0] + correction(anchor[:, 0])
-        step = level_step(base, correction)
+            states = self.net(embeds, self._positions(), attend)
+        before = history.gather(1, (length[:, None] - 2).clamp_min(0))[:, 0]
+        logits = self.net.block_logits(states, before)
+        first, step = logits(0, anchor, torch.zeros_like(anchor))[:, 0], level_step(logits)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def _window_mask(self, anchor: Tensor, size: int, slots: int, window: int) -> Tensor:

@@ -1,25 +1,40 @@
-"""The network of DFlash and DSpark: a few layers over a block of mask tokens, with the target's states as context.
+"""The network of DFlash and its kin: a few layers over a block of mask tokens, with the target's states as context.
 
-DFlash: z-lab's block diffusion draft; DSpark: arXiv 2607.05147. Parameters have the names of serving engines. The
-hidden states of the text enter as keys and values alone: of each layer, at their own positions, from one fused state.
-The block is [anchor, MASK, MASK, …]; its slots see each other and all states before the anchor. Layers with a window
-see that many states, and in the block what is before them, unless `sliding_window_non_causal`.
+DFlash and DFlash 2: z-lab's block diffusion drafts; DSpark: arXiv 2607.05147; XPress: arXiv 2608.02438. Parameters have
+the names of serving engines. The hidden states of the text enter as keys and values alone: of each layer, at their own
+positions, from one fused state. The block is [anchor, MASK, MASK, …]; its slots see each other and all states before
+the anchor. Layers with a window see that many states, and in the block what is before them, unless
+`sliding_window_non_causal`.
+
+A slot's own logits know no token of the block. DSpark, DFlash 2 and XPress correct them by tokens before the one that
+they predict: by the last, by the last among few candidates, and by all of the block.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from decode.drafts.eagle_model import DecoderLayer, head_context, layer_windows
+from decode.drafts.eagle_model import AttendFn, DecoderLayer, head_context, layer_windows
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import run_now
-from decode.model.modules import Fp32RotaryEmbedding, RMSNorm
+from decode.model.modules import CosSin, Fp32RotaryEmbedding, RMSNorm
 
 LayerAttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(number of the layer, q [B, heads, T, D], k and v [B, kv heads, T, D] of the block) -> [B, T, heads, D]."""
+
+
+BlockLogits = Callable[[int, Tensor, Tensor], Tensor]
+"""(level, tokens [B, T], above [B, T]) -> logits [B, T, Vd] of the tokens at that level, from 0, behind each of these.
+Levels are asked for one after the other, and `above` is as in DraftStep (decode/drafts/drafting.py)."""
+
+
+def independent_logits(base: Tensor) -> BlockLogits:
+    """Those of levels [B, K, Vd] that know no token of their block."""
+    return lambda level, tokens, above: base[:, level, None].expand(-1, tokens.shape[1], -1)
 
 
 class MarkovHead(nn.Module):
@@ -33,6 +48,120 @@ class MarkovHead(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[..., Vd] of token ids [...]."""
         return self.markov_w2(self.markov_w1(tokens))
+
+    def block_logits(self, base: Tensor) -> BlockLogits:
+        """Those of levels with logits [B, K, Vd] before the correction."""
+        return lambda level, tokens, above: base[:, level, None] + self(tokens)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2's correction: a slot's `count` most probable tokens get a score more, given the token before, and no
+    other token is drafted."""
+
+    def __init__(self, width: int, vocab: int, rank: int, count: int):
+        super().__init__()
+        self.count = count
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def block_logits(self, base: Tensor, states: Tensor) -> BlockLogits:
+        """Those of levels with logits [B, K, V] and states [B, K, h]: -inf for what is no candidate."""
+        scores, candidates = base.topk(self.count, dim=-1)  # [B, K, C]
+        successors = self.successor_codebook[candidates]  # [B, K, C, r]
+        weights = self.hidden_projection(states)  # [B, K, r]
+
+        def logits(level: int, tokens: Tensor, above: Tensor) -> Tensor:
+            before = self.predecessor_codebook[tokens] * weights[:, level, None]  # [B, T, r]
+            found = scores[:, level, None] + before @ successors[:, level].transpose(1, 2)
+            every = found.new_full((*tokens.shape, base.shape[-1]), float("-inf"))
+            return every.scatter(-1, candidates[:, level, None].expand_as(found), found)
+
+        return logits
+
+
+class CausalRefiner(nn.Module):
+    """XPress' correction: a bias on a slot's logits, given the block's states and the tokens before the one that the
+    slot predicts, those of earlier slots included.
+
+    Its authors draft by `num_jacobi_passes` passes over the block, each behind the most probable tokens of the pass
+    before; pass n leaves the first n tokens as they are when drafted one by one, as here. Tokens that are drawn in such
+    passes have no distribution given those before them; here q is the softmax of what is returned.
+    """
+
+    def __init__(
+        self, width: int, vocab: int, draft_vocab: int, block: int, rank: int, mlp_ratio: int
+    ):
+        super().__init__()
+        self.token_embed = nn.Embedding(vocab, rank)
+        self.down_h = nn.Linear(width, rank, bias=False)
+        self.down_g = nn.Linear(width, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.empty(rank, block, block))
+        self.mlp_gate = nn.Linear(rank, mlp_ratio * rank, bias=False)
+        self.mlp_up = nn.Linear(rank, mlp_ratio * rank, bias=False)
+        self.mlp_down = nn.Linear(mlp_ratio * rank, rank, bias=False)
+        self.readout = nn.Linear(rank, draft_vocab, bias=False)
+
+    def block_logits(self, base: Tensor, states: Tensor, before: Tensor) -> BlockLogits:
+        """Those of levels with logits [B, K, Vd] before the correction, in blocks with states [B, n + K, h]; `before`
+        [B, n] are the tokens before those of the first n slots, which are no levels."""
+        mean = self.down_g(states.mean(1, keepdim=True)).expand(-1, states.shape[1], -1)
+        known = torch.cat([self.down_h(states), mean], -1)  # [B, n + K, 2r]
+        path = known.new_zeros(len(states), 1, 0, mean.shape[-1])  # [B, T, slots so far, r]
+
+        def mixed(tokens: Tensor, above: Tensor) -> Tensor:
+            nonlocal path
+            slot = path.shape[2]
+            own = known[:, slot, None].expand(-1, tokens.shape[1], -1)
+            x = self.in_proj(torch.cat([own, self.token_embed(tokens)], -1))  # [B, T, r]
+            path = path.gather(1, above[..., None, None].expand(-1, -1, *path.shape[2:]))
+            path = torch.cat([path, x[:, :, None]], 2)
+            x = x + torch.einsum("btjr,rj->btr", path, self.mix_l[:, slot, : slot + 1])
+            return x + self.mlp_down(F.silu(self.mlp_gate(x)) * self.mlp_up(x))
+
+        for tokens in before.unbind(1):
+            mixed(tokens[:, None], torch.zeros_like(tokens[:, None]))
+        return lambda level, tokens, above: (
+            base[:, level, None] + self.readout(mixed(tokens, above))
+        )
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2's convolutions before and after a sublayer: over the last slots of the block, with weights for each
+    number of a state, to which each slot adds one for each group of them."""
+
+    def __init__(self, width: int, taps: int, group: int):
+        super().__init__()
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, T, h] of blocks x [B, T, h]."""
+        added = self.kernel_projection(x).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        before, after = (self.base_kernel + added.repeat_interleave(self.group, -1)).unbind(2)
+        return convolve(sublayer(convolve(x, before)), after)
+
+
+def convolve(x: Tensor, kernel: Tensor) -> Tensor:
+    """[B, T, h]: x [B, T, h] of a slot and of those before it, by kernel [B, T, taps, h]; before a block is nothing."""
+    shifted = (F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(kernel.shape[2]))
+    return sum(x * weight for x, weight in zip(shifted, kernel.unbind(2), strict=True))  # type: ignore[return-value]
+
+
+class ConvolvedLayer(DecoderLayer):
+    """DFlash 2's layer: Qwen3's with convolutions around its attention and its MLP."""
+
+    def __init__(self, config: LlamaConfig, taps: int, group: int):
+        super().__init__(config, True)
+        self.attention_conv = DynamicConvolution(config.hidden_size, taps, group)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, taps, group)
+
+    def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.attention_conv(normed, lambda y: self.self_attn(y, rotary, attend))
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class ConfidenceHead(nn.Module):
@@ -51,7 +180,7 @@ class DFlashModel(nn.Module):
     """`fc` fuses the tapped states; `layers` run over the block; the head is its own over `ids` [Vd], or the target's.
 
     With `markov_rank` in its config it is DSpark: logits depend on the token before, and the anchor's slot predicts
-    too, unless `sample_from_anchor` says otherwise.
+    too, unless `sample_from_anchor` says otherwise. With `selector_rank` it is DFlash 2, with `xpress_rank` XPress.
     """
 
     def __init__(
@@ -75,8 +204,10 @@ class DFlashModel(nn.Module):
         """The first slot of a block that predicts a token."""
         self.fc = nn.Linear(len(aux_layers.layers) * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        taps, group = fields.get("conv_kernel_size"), fields.get("conv_group_size")
         self.layers = nn.ModuleList(
-            DecoderLayer(config, True) for _ in range(config.num_hidden_layers)
+            ConvolvedLayer(config, taps, group) if taps and group else DecoderLayer(config, True)
+            for _ in range(config.num_hidden_layers)
         )
         self.windows = layer_windows(config, len(self.layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -84,6 +215,16 @@ class DFlashModel(nn.Module):
         draft_vocab = vocab if ids is None else len(ids)
         self.markov_head = MarkovHead(vocab, draft_vocab, rank) if rank else None
         self.confidence_head = ConfidenceHead(width, rank) if rank else None
+        selector_rank, refiner_rank = fields.get("selector_rank"), fields.get("xpress_rank")
+        self.candidate_selector = self.refiner_head = None
+        if selector_rank:
+            count = fields["selector_top_k"]
+            self.candidate_selector = CandidateSelector(width, vocab, selector_rank, count)
+        if refiner_rank:
+            ratio = fields["xpress_mlp_ratio"]
+            self.refiner_head = CausalRefiner(
+                width, vocab, draft_vocab, self.block_size, refiner_rank, ratio
+            )
         self.target_head = head  # the target's, frozen and no part of this model
         self.rotary = Fp32RotaryEmbedding(config)
         self.ids: Tensor | None
@@ -126,8 +267,20 @@ class DFlashModel(nn.Module):
         """[..., Vd] of normed states, without the correction."""
         return self.target_head(states) if self.lm_head is None else self.lm_head(states)
 
+    def block_logits(self, states: Tensor, before: Tensor) -> BlockLogits:
+        """Those of a block with normed states [B, S, h], behind the token `before` [B] its anchor."""
+        predicting = states[:, self.first :]
+        base = self.base_logits(predicting)  # [B, K, Vd]
+        if self.markov_head is not None:
+            return self.markov_head.block_logits(base)
+        if self.candidate_selector is not None:
+            return self.candidate_selector.block_logits(base, predicting)
+        if self.refiner_head is not None:
+            return self.refiner_head.block_logits(base, states, before[:, None][:, : self.first])
+        return independent_logits(base)
+
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """[..., Vd] of normed states, given the tokens before those that they predict."""
+        """[..., Vd] of normed states, given the tokens before those that they predict; DFlash and DSpark only."""
         found = self.base_logits(states)
         return found if self.markov_head is None else found + self.markov_head(previous)
 

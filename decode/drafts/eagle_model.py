@@ -293,7 +293,8 @@ UNREAD_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "attention_sinks"), (False,)),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), (1,)),
-    **dict.fromkeys(("logit_scale", "logits_scaling"), (1,)),
+    "input_embedding_scale": (1,),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "output_multiplier"), (1,)),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), ()),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ()),
 }

@@ -63,7 +63,9 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily("eagle3", load=eagle.load),
         DraftFamily("peagle", load=blocks.load_peagle),
         DraftFamily("dflash", load=blocks.load_dflash),
+        DraftFamily("dflash2", load=blocks.load_dflash),
         DraftFamily("dspark", load=blocks.load_dflash),
+        DraftFamily("xpress", load=blocks.load_dflash),
         DraftFamily("mtp", load=mtp.load),
         DraftFamily(
             "ngram",

@@ -196,6 +196,10 @@ def export_draft(
         raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = given or (facts.target or TargetRecord()).name
+    if family in ("dflash2", "xpress"):
+        raise UserError(
+            f"drafts of family {family} are read and not written here: serve the folder as its trainer wrote it"
+        )
     if layout not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
         raise UserError(
             f"a draft of family {family} has no layout {layout!r}: hf and w8a8 are for language models, gguf for "

@@ -31,6 +31,7 @@ CONTEXT_PY = "vllm/v1/worker/gpu_model_runner.py (effective_drafter_max_model_le
 DFLASH_PY = "vllm/model_executor/models/qwen3_dflash.py, 0.32.0"
 DSPARK_PY = "vllm/model_executor/models/qwen3_dspark.py, 0.32.0"
 ALGOS_PY = "vllm/transformers_utils/configs/speculators/algos.py, 0.32.0"
+RUNNERS_PY = "vllm/config/vllm.py, 0.32.0"
 PROPOSER_PY = "vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0"
 MTP_PY = "vllm/model_executor/models/deepseek_mtp.py and glm4_moe_mtp.py, 0.32.0"
 
@@ -51,6 +52,11 @@ ARCHITECTURES = {
     ),
 }
 """Names in vLLM's model registry whose class has the Llama layer of these heads."""
+DFLASH_ARCHITECTURES = {
+    "dflash": ("DFlashDraftModel",),
+    "dflash2": ("DFlash2DraftModel",),
+    "dspark": ("DSparkDraftModel", "Qwen3DSparkModel"),
+}
 
 
 def wrong_architecture(d: DraftFiles) -> Iterator[str]:
@@ -67,12 +73,10 @@ def wrong_architecture(d: DraftFiles) -> Iterator[str]:
 
 
 def wrong_dflash_architecture(d: DraftFiles) -> Iterator[str]:
-    """`architectures` and `model_type` by which the class of DFlash or DSpark is found."""
+    """`architectures` and `model_type` by which the class of DFlash or its kin is found."""
     if d.is_speculators_format:
         return
-    wanted = (
-        ("DFlashDraftModel",) if d.family == "dflash" else ("DSparkDraftModel", "Qwen3DSparkModel")
-    )
+    wanted = DFLASH_ARCHITECTURES[d.family]
     names = d.get("architectures", [])
     if not set(names) & set(wanted):
         yield f"architectures {names} do not contain {' or '.join(wanted)}"
@@ -191,7 +195,7 @@ NUMBERED = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.")
 
 RULES = (
     Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", checks.dtype_mismatch),
-    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, checks.vocab_size_mismatch),
+    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH, "dflash2"), REFUSED, SPECULATIVE, checks.vocab_size_mismatch),
     Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, checks.context_at_least_targets(
         "nothing is drafted for a whole batch in which one text has come within K tokens of it"
     )),
@@ -225,9 +229,12 @@ RULES = (
     Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, checks.conflicting_aux_layers),
     Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, checks.target_width_mismatch),
     # blocks
-    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, checks.no_mask_token),
+    Rule("mask-token", ("pard", "peagle", *DFLASH, "dflash2"), REFUSED, PROPOSER_PY, checks.no_mask_token),
     Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, lambda d: checks.require_tensors(d, ["mask_hidden"])),
-    Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
+    Rule("architecture", (*DFLASH, "dflash2"), REFUSED, SPECULATIVE, wrong_dflash_architecture),
+    Rule("runner", ("dflash2",), IGNORED, RUNNERS_PY, checks.unsupported(
+        "method dflash serves it in the runner V2 alone, which needs Triton: on a CPU it is refused"
+    )),
     Rule("shapes", DFLASH, REFUSED, DFLASH_PY, checks.wrong_shapes),
     Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", checks.missing_tensors),
     Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, checks.unknown_tensors),
@@ -316,6 +323,7 @@ VLLM = ServingEngine(
         "eagle3": Served("eagle3", EAGLE_OPTIONS),
         "peagle": Served("eagle3", {"parallel_drafting": True, **EAGLE_OPTIONS}, V1),
         "dflash": Served("dflash"),
+        "dflash2": Served("dflash", versions="0.32, in its runner V2, which needs Triton"),
         "dspark": Served("dspark"),
         "mtp": Served("mtp"),
     },

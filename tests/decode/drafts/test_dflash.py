@@ -1,4 +1,7 @@
-"""DFlash and DSpark in the engine: distributions are those of the formulas, the text is the target's."""
+"""DFlash and its kin in the engine: distributions are those of the formulas, the text is the target's.
+
+What the speculators library itself computes is in tests/decode/checkpoints/test_speculators.py.
+"""
 
 import json
 from pathlib import Path
@@ -28,6 +31,11 @@ RANK = 6
 IDS = torch.tensor([i for i in range(VOCAB) if i % 7 != 1])
 """The tokens of a reduced vocabulary."""
 TAPS = (0, 2)
+KIN: dict[str, dict[str, Any]] = {
+    "dflash2": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 2},
+    "xpress": {"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 2},
+}  # fmt: skip
+"""What config.json of families that are not trained here holds besides."""
 Taps = tuple[int, ...]
 
 
@@ -39,9 +47,9 @@ def fields(
     # capture id 0, the embedding, has no name among layer outputs
     config = block_layouts.dflash_config(
         target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
-        K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
+        K + (name != "dspark"), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip
-    return config | {"eagle_aux_hidden_state_layer_ids": list(taps)} | changes
+    return config | {"eagle_aux_hidden_state_layer_ids": list(taps)} | KIN.get(name, {}) | changes
 
 
 def net_of(
@@ -91,13 +99,26 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
         turned = torch.cat([-x[..., half:], x[..., :half]], -1)
         return x * cos[0, :, None] + turned * sin[0, :, None]
 
+    def convolved(x: Tensor, given: Tensor, name: str, side: int) -> Tensor:
+        if f"{name}.base_kernel" not in own:
+            return x
+        base = own[f"{name}.base_kernel"][side]  # [taps, h]
+        added = (given @ own[f"{name}.kernel_projection.weight"].T).view(len(x), 2, len(base), -1)
+        group = torch.arange(base.shape[1]) // (base.shape[1] // added.shape[-1])
+        out = torch.zeros_like(x)
+        for slot in range(len(x)):
+            for tap in range(min(len(base), slot + 1)):
+                out[slot] += (base[tap] + added[slot, side, tap, group]) * x[slot - tap]
+        return out
+
     context = rms(features @ own["fc.weight"].T, "hidden_norm")
     count = len(context)
     places = torch.arange(count + len(tokens))
     x = embedding[tokens]
     for i in range(len(net.layers)):
         at = f"layers.{i}.self_attn"
-        normed = rms(x, f"layers.{i}.input_layernorm")
+        first = rms(x, f"layers.{i}.input_layernorm")
+        normed = convolved(first, first, f"layers.{i}.attention_conv", 0)
         both = torch.cat([context, normed])
         q = (normed @ own[f"{at}.q_proj.weight"].T).unflatten(-1, (-1, size))
         k = (both @ own[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, size))
@@ -108,11 +129,14 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
         scores = torch.einsum("shd,thd->hst", q, k) * size**-0.5
         scores = scores.masked_fill(~in_window(net, i, count, len(tokens)), float("-inf"))
         out = torch.einsum("hst,thd->shd", scores.softmax(-1), v).flatten(1)
-        x = x + out @ own[f"{at}.o_proj.weight"].T
-        normed = rms(x, f"layers.{i}.post_attention_layernorm")
+        out = out @ own[f"{at}.o_proj.weight"].T
+        x = x + convolved(out, first, f"layers.{i}.attention_conv", 1)
+        second = rms(x, f"layers.{i}.post_attention_layernorm")
+        normed = convolved(second, second, f"layers.{i}.mlp_conv", 0)
         inner = F.silu(normed @ own[f"layers.{i}.mlp.gate_proj.weight"].T)
         inner = inner * (normed @ own[f"layers.{i}.mlp.up_proj.weight"].T)
-        x = x + inner @ own[f"layers.{i}.mlp.down_proj.weight"].T
+        inner = inner @ own[f"layers.{i}.mlp.down_proj.weight"].T
+        x = x + convolved(inner, second, f"layers.{i}.mlp_conv", 1)
     return rms(x, "norm")
 
 
@@ -279,6 +303,36 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], named: str, tmp_pa
     (path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=named):
         load_draft(str(path), own)
+
+
+def test_logits_behind_a_node_are_those_of_its_own_path() -> None:
+    """Catches trees of XPress in which a token is corrected by those of another branch."""
+    net = net_of("xpress", tiny_target(tiny_model("llama")))
+    states, before = torch.randn(1, K + 1, net.config.hidden_size), torch.tensor([4])
+
+    def chain(*tokens: int) -> Tensor:
+        logits, above = net.block_logits(states, before), torch.zeros(1, 1, dtype=torch.long)
+        return [logits(i, torch.tensor([[t]]), above) for i, t in enumerate(tokens)][-1][0, 0]
+
+    tree, root = net.block_logits(states, before), torch.zeros(1, 2, dtype=torch.long)
+    tree(0, torch.tensor([[7]]), root[:, :1])
+    tree(1, torch.tensor([[8, 9]]), root)
+    found = tree(2, torch.tensor([[1, 1, 2]]), torch.tensor([[1, 0, 1]]))[0]
+    for node, path in enumerate([(7, 9, 1), (7, 8, 1), (7, 9, 2)]):
+        assert torch.allclose(found[node], chain(*path), atol=1e-5)
+    assert not torch.allclose(found[0], found[1], atol=1e-2)
+
+
+def test_only_candidates_are_drafted() -> None:
+    """Catches tokens that DFlash 2's selector does not know in q."""
+    own = tiny_target(tiny_model("llama"))
+    net = net_of("dflash2", own, None)
+    states = torch.randn(1, K + 1, net.config.hidden_size)
+    anchor = torch.tensor([[7]])
+    found = net.block_logits(states, anchor[0])(0, anchor, torch.zeros_like(anchor))[0, 0]
+    assert found.isfinite().nonzero()[:, 0].tolist() == sorted(
+        net.base_logits(states)[0, 1].topk(2).indices.tolist()
+    )
 
 
 def test_more_tokens_than_a_block_has_are_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.blocks import DFlashDraft, PardDraft, PEagleDraft
+from decode.drafts.dflash_model import DynamicConvolution
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.mtp import MtpDraft, MtpModel
@@ -52,6 +53,8 @@ class Family:
 
 
 dflash, dspark = partial(test_dflash.draft_of, "dflash"), partial(test_dflash.draft_of, "dspark")
+dflash2 = partial(test_dflash.draft_of, "dflash2", ids=None)
+xpress = partial(test_dflash.draft_of, "xpress")
 WHOLE: dict[str, Any] = {"ids": None, "taps": (0, 1)}
 FAMILIES = {
     "pard": Family(
@@ -63,15 +66,21 @@ FAMILIES = {
     ),
     "dflash": Family(dflash, test_dflash.drift, 2, partial(dflash, **WHOLE)),
     "dspark": Family(dspark, test_dflash.drift, 2, partial(dspark, **WHOLE)),
+    "dflash2": Family(dflash2, test_dflash.drift, 2, partial(dflash2, **WHOLE)),
+    "xpress": Family(xpress, test_dflash.drift, 2, partial(xpress, **WHOLE)),
     "mtp": Family(test_mtp.draft_of, test_mtp.drift, 2, test_mtp.draft_of),
 }  # fmt: skip
-BLOCKS = ["pard", "peagle", "dflash", "dspark"]
+BLOCKS = ["pard", "peagle", "dflash", "dspark", "dflash2", "xpress"]
 
 
 @pytest.mark.parametrize(
     ("name", "arch"),
     slow_except(
-        [*product(BLOCKS[:3], FEW), ("dspark", "llama"), *product(["mtp"], test_mtp.KINDS)],
+        [
+            *product(BLOCKS[:3], FEW),
+            *product(BLOCKS[3:], FEW[:1]),
+            *product(["mtp"], test_mtp.KINDS),
+        ],
         product(FAMILIES, FEW[:1]),
     ),
 )
@@ -152,6 +161,7 @@ def causal_begin(self: DFlashDraft, request: Any) -> None:
         ("dflash", DFlashDraft, "_write_context", lambda self, x, base, row=None: WRITE(self, x, base + 1, row)),
         ("dflash", DFlashDraft, "_write_context", no_rewrite),
         ("dflash", DFlashDraft, "begin_batch", causal_begin),
+        ("dflash2", DynamicConvolution, "forward", lambda self, x, sublayer: sublayer(x)),
     ],
 )  # fmt: skip
 def test_planted_bugs_change_the_distributions(
@@ -236,6 +246,8 @@ def first_level_everywhere(propose: Callable[..., Proposal], self: Draft, *input
     [
         ("dspark", DFlashDraft, uncorrected_q, ENUMERATED[0]),
         ("dspark", DFlashDraft, partial(first_level_everywhere, PROPOSE), ENUMERATED[2]),
+        ("dflash2", DFlashDraft, uncorrected_q, ENUMERATED[0]),
+        ("xpress", DFlashDraft, uncorrected_q, ENUMERATED[1]),
         ("pard", PardDraft, partial(first_level_everywhere, PardDraft.propose), ENUMERATED[2]),
     ],
 )
