@@ -20,7 +20,7 @@ from torch import Tensor
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.drafts import causal
-from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal, cut_proposal
+from decode.drafts.base import Draft, DraftBuffers, DraftContext, Proposal, Reads, cut_proposal
 from decode.drafts.drafting import ReducedVocab, draft_tokens
 from decode.model import loading
 from decode.model.compatibility import position_limit
@@ -90,7 +90,7 @@ class OtherTokenizerDraft(Draft):
         first = own.tokenizer("a")["input_ids"]
         self.lead = own.join(list(takewhile(lambda one: one in own.special, first)))
         """What the draft's tokenizer puts in front of a text, such as BOS."""
-        self.limit = position_limit(runner.config)
+        self.reads = Reads(context=position_limit(runner.config))
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees."""
@@ -115,7 +115,9 @@ class OtherTokenizerDraft(Draft):
             text = self.text_of(prompt[:count])
             text = text if text.startswith(self.lead) else self.lead + text
             ids = self.own.encode(text) or [int(self.columns[0])]
-            self.rows[at] = RowText(text, ids, ids[: self.limit], prompt[:count][-BEFORE:], count)
+            self.rows[at] = RowText(
+                text, ids, ids[: self.reads.context], prompt[:count][-BEFORE:], count
+            )
             read.append(self.rows[at].cached)
         lengths = torch.tensor([len(ids) for ids in read], device=row.device)
         width = max(map(len, read))
@@ -153,9 +155,9 @@ class OtherTokenizerDraft(Draft):
     # ---- drafting ----
 
     def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
-        """Rows whose text has more tokens than the draft's context draft nothing."""
+        """A row whose text has more tokens than the draft's context drafts nothing."""
         request, device = self.request, self.runner.device
-        spelt = [state.ids[: self.limit] for state in self.rows]
+        spelt = [state.ids[: self.reads.context] for state in self.rows]
         new = [
             len(ids) - min(len(commonprefix([ids, state.cached])), len(ids) - 1)
             for ids, state in zip(spelt, self.rows, strict=True)
@@ -183,9 +185,9 @@ class OtherTokenizerDraft(Draft):
         else:
             shared = logits[..., self.columns]
             proposal = draft_tokens(step, shared, ends, k, None, request, self.vocab)
-        if self.limit is None:
+        if self.reads.context is None:
             return proposal
-        room = [self.limit - len(state.ids) for state in self.rows]
+        room = [self.reads.context - len(state.ids) for state in self.rows]
         return cut_proposal(proposal, torch.tensor(room, device=device))
 
     def provide(self, size: int) -> None:
@@ -196,11 +198,12 @@ class OtherTokenizerDraft(Draft):
 
     def in_target_tokens(self, drafted: Tensor) -> Tensor:
         """[B, K] the target's tokens of what the draft wrote [B, K]; NO_DRAFT behind them."""
-        tokens = torch.full_like(drafted, NO_DRAFT)
-        for line, state, ids in zip(tokens, self.rows, drafted.tolist(), strict=True):
-            found = self.spelt_for_target(state.committed, ids)[: len(ids)]
-            line[: len(found)] = torch.tensor(found, dtype=torch.long)
-        return tokens
+        k = drafted.shape[1]
+        spelt = [
+            self.spelt_for_target(state.committed, ids) + k * [NO_DRAFT]
+            for state, ids in zip(self.rows, drafted.tolist(), strict=True)
+        ]
+        return torch.tensor([ids[:k] for ids in spelt], device=drafted.device)
 
     def spelt_for_target(self, committed: list[int], drafted: list[int]) -> list[int]:
         """How the target's tokenizer goes on behind the committed tokens with the text that was drafted: without a

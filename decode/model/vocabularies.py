@@ -82,8 +82,8 @@ class Spelling:
                 piece = bytes([self.byte_values[number]])
             elif number in added:
                 piece = added[number].content.encode()
-            elif letters and all(letter in letters for letter in token):
-                piece = bytes(letters[letter] for letter in token)
+            elif letters.keys() >= set(token):
+                piece = bytes(map(letters.__getitem__, token))
             else:
                 piece = (token if letters else token.replace("▁", " ")).encode()
             self.pieces[number] = piece
@@ -102,7 +102,7 @@ class Spelling:
                 whole = text[: error.start].decode()
                 odd, rest = text[error.start : error.end], text[error.end :]
             if whole:
-                ids += self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+                ids += self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
             ids += [self.byte_ids[value] for value in odd if value in self.byte_ids]
             text = rest
         return [number for number in ids if number in self.pieces]

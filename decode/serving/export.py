@@ -216,7 +216,7 @@ def export_draft(
         elif layout == "w8a8":
             w8a8_export.write_w8a8(path, folder)
         elif layout == "transplant":
-            facts = transplant(path, given, folder, facts)
+            facts = transplant(draft, given, folder, facts)
         elif layout == "hf":
             export_hf(draft, target, folder)
             if facts.is_known:  # the target's tokenizer may have more tokens

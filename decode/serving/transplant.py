@@ -25,20 +25,21 @@ from decode.model.names import recorded_name
 from decode.model.vocabularies import Spelling, disagreement, shared_tokens
 
 
-def transplant(path: str, target: str, out: Path, facts: DraftMetadata) -> DraftMetadata:
-    """Writes the language model in the folder `path` to the folder `out` with the vocabulary and the tokenizer files of
-    `target`; returns `facts`, what draftsmith.json says of the model, with what was done. Embedding and LM head stay
-    one matrix where they are. UserError for a model that reads the target's ids already, for one with other tables of
-    its vocabulary than these two, and for one with a reduced vocabulary."""
-    own, other = loading.load_tokenizer(path), loading.load_tokenizer(target)
+def transplant(name: str, target: str, out: Path, facts: DraftMetadata) -> DraftMetadata:
+    """Writes the language model `name` (folder, Hub name or GGUF) to the folder `out` with the vocabulary and the
+    tokenizer files of `target`; returns `facts`, what draftsmith.json says of the model, with what was done. Embedding
+    and LM head stay one matrix where they are. UserError for a model that reads the target's ids already, for one with
+    other tables of its vocabulary than these two, and for one with a reduced vocabulary."""
+    own, other = loading.load_tokenizer(name), loading.load_tokenizer(target)
     if disagreement(own, other) is None:
         raise UserError(
-            f"{path!r} has the token ids of {target!r} already: --format hf gives it as many rows"
+            f"{name!r} has the token ids of {target!r} already: --format hf gives it as many rows"
         )
-    dtype = str(loading.load_config(path, "draft").dtype or "float32").removeprefix("torch.")
-    model = loading.load_model(path, "draft", "cpu", dtype)
+    dtype = str(loading.load_config(name, "draft").dtype or "float32").removeprefix("torch.")
+    model = loading.load_model(name, "draft", "cpu", dtype)
+    weights = loading.model_fingerprint(model.config.name_or_path).weights
     rows = model.get_input_embeddings().weight.shape[0]
-    check_tables(path, model, rows)
+    check_tables(name, model, rows)
     config = loading.load_config(target, "target")
     size = config.get_text_config(decoder=True).vocab_size
     spellings = Spelling(own, rows), Spelling(other, size)
@@ -50,10 +51,9 @@ def transplant(path: str, target: str, out: Path, facts: DraftMetadata) -> Draft
     model.generation_config.eos_token_id = loading.end_ids(target, config) or other.eos_token_id
     model.save_pretrained(out, safe_serialization=True)
     loading.copy_tokenizer_files(target, out)
-    name, commit = recorded_name(path)
+    called, commit = recorded_name(name)
     fingerprint = loading.tokenizer_fingerprint(own)
-    weights = loading.model_fingerprint(loading.model_folder(path, "draft")).weights
-    source = TargetRecord(name, commit, tokenizer=fingerprint, weights=weights)
+    source = TargetRecord(called, commit, tokenizer=fingerprint, weights=weights)
     return replace(
         facts,
         family="causal",
@@ -62,19 +62,19 @@ def transplant(path: str, target: str, out: Path, facts: DraftMetadata) -> Draft
     )
 
 
-def check_tables(path: str, model: Any, rows: int) -> None:
+def check_tables(name: str, model: Any, rows: int) -> None:
     """UserError unless embedding and LM head, of `rows` rows each, are all that the model has of its vocabulary."""
     own = {id(model.get_input_embeddings().weight)}
     head = model.get_output_embeddings()
     own |= {id(head.weight), id(head.bias)}
-    more = [n for n, x in model.named_parameters() if len(x) == rows and id(x) not in own]
+    more = [n for n, x in model.named_parameters() if x.shape[:1] == (rows,) and id(x) not in own]
     if model.config.is_encoder_decoder or more or len(head.weight) != rows:
         what = more[0] if more else "an encoder, or a head of another size than its embedding"
         raise UserError(
-            f"{path!r} has a vocabulary in more than an embedding and an LM head ({what}): choose another model"
+            f"{name!r} has a vocabulary in more than an embedding and an LM head ({what}): choose another model"
         )
-    if load_ids(path, rows) is not None:
-        raise UserError(f"{path!r} has a reduced vocabulary: transplant the whole model")
+    if load_ids(name, rows) is not None:
+        raise UserError(f"{name!r} has a reduced vocabulary: transplant the whole model")
 
 
 def source_rows(

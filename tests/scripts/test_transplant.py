@@ -149,7 +149,9 @@ def test_what_cannot_be_laid_is_refused(changes: dict[str, str], said: str, tmp_
     """Catches a copy that is half written, and tables of the old vocabulary that are left behind."""
     settings = {"draft": "draft", "target": "target"} | changes
     saved(tmp_path / "target", PAIRS[0][1], 2)
-    wide = {"arch": "gemma4_text", "num_hidden_layers": 3} if settings["draft"] == "wide" else {}
+    wide: dict[str, Any] = (
+        {"arch": "gemma4_text", "num_hidden_layers": 3} if settings["draft"] == "wide" else {}
+    )
     if wide:
         wide["vocab_size_per_layer_input"] = len(KINDS[PAIRS[0][0]]()) + 3
     if settings["draft"] != "target":

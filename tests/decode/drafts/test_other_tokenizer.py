@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.base import DraftContext, Proposal
+from decode.drafts.base import DraftContext, Proposal, Reads
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.other_tokenizer import OtherTokenizerDraft, RowText
 from decode.drafts.registry import load_draft
@@ -72,10 +72,10 @@ def test_greedy_text_is_the_targets(names: tuple[str, str]) -> None:
     target, draft, wanted = pair(names)
     prompts = prompts_of(wanted, 30, 3, 12, 50)
     prompts[1] = torch.randint(0, len(wanted.pieces), (40,)).tolist()
-    plain = texts(decode(target, None, prompts, max_new_tokens=40))
+    plain = texts(decode(target, None, prompts, max_new_tokens=24))
     accepted = 0
-    for k, rows in ((4, 2), (1, 4), (3, 1)):
-        found = decode(target, draft, prompts, k=k, rows=rows, max_new_tokens=40)
+    for k, rows in ((4, 2), (1, 4)):
+        found = decode(target, draft, prompts, k=k, rows=rows, max_new_tokens=24)
         assert texts(found) == plain
         accepted += sum(a for output in found for _, a in output.rounds)
     assert accepted > 0
@@ -90,7 +90,7 @@ def test_composed_drafts_keep_the_text(names: tuple[str, str]) -> None:
     composed = [TwoSourceDraft(NgramDraft(), draft, len(wanted.pieces)), ConfidentDraft(draft, 0.3)]
     for one in composed:
         assert texts(decode(target, one, prompts, k=3, max_new_tokens=40)) == plain
-    draft.limit = 40
+    draft.reads = Reads(context=40)
     recording = RecordingDraft(draft)
     assert texts(decode(target, recording, prompts, k=3, max_new_tokens=40)) == plain
     assert (recording.proposals[-1].tokens[0] == -1).all()
