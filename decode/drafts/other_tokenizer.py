@@ -56,16 +56,9 @@ class OtherTokenizerDraft(Draft):
 
     runs = "host"
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        own: Spelling,
-        target: Spelling,
-        vocab_size: int,
-        drafted: Sequence[int] | None = None,
-    ):
-        """`vocab_size` are the target's logits, and `drafted` the ids that the draft can draft; None: all. UserError
-        for a model with recurrent layers, and for two vocabularies without a common token."""
+    def __init__(self, runner: ModelRunner, own: Spelling, target: Spelling, vocab_size: int):
+        """`vocab_size` is the number of the target's logits. UserError for a model with recurrent layers, and for two
+        vocabularies without a common token."""
         if not runner.takes_trees:
             raise UserError(
                 "it has another tokenizer than the target and recurrent layers, which do not roll back to a token of "
@@ -76,7 +69,7 @@ class OtherTokenizerDraft(Draft):
         special = dict.fromkeys(target.special, b"")
         self.heard = target.pieces | special | {theirs: own.pieces[ours] for theirs, ours in pairs}
         """{the target's id: its text for the draft}, of a special one its counterpart's name, or nothing."""
-        can = set(own.pieces if drafted is None else drafted)
+        can = set(own.pieces if runner.ids is None else runner.ids.tolist())
         self.shared = {theirs: ours for theirs, ours in pairs if ours in can}
         """{the target's id: the draft's} of the tokens that both have and the draft can draft."""
         if not self.shared:
@@ -237,17 +230,13 @@ def load(path: str, target: Target, device: str, dtype: str) -> Draft:
         raise UserError(
             "it has another tokenizer than the target, which only causal models may have"
         )
-    rows = model.get_input_embeddings().weight.shape[0]
-    columns = min(rows, model.get_output_embeddings().out_features)
-    ids = causal.load_ids(path, columns)
-    wanted, size = target.runner.embedding_rows, target.runner.vocab_size
-    draft = OtherTokenizerDraft(
-        loading.build_runner(model, None, ids),
-        Spelling(tokenizer, columns),
-        Spelling(target.tokenizer, min(wanted, size)),
-        size,
-        None if ids is None else ids.tolist(),
+    ids = causal.load_ids(path, model.get_output_embeddings().out_features)
+    runner, wanted = loading.build_runner(model, None, ids), target.runner
+    own, other = (
+        Spelling(tokens, min(one.embedding_rows, one.vocab_size))
+        for tokens, one in ((tokenizer, runner), (target.tokenizer, wanted))
     )
+    draft = OtherTokenizerDraft(runner, own, other, wanted.vocab_size)
     damage.warn_once(
         f"draft {path!r} has another tokenizer than {target.name!r}: {len(draft.shared)} of the target's "
         f"{len(draft.target.pieces)} tokens are its own too; sampled drafts are among these, greedy ones are spelt anew"

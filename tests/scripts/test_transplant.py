@@ -133,7 +133,11 @@ def test_the_copy_is_an_ordinary_draft(pair: tuple[str, str], arch: str, tmp_pat
     plain = decode(target, None, prompts, max_new_tokens=24)
     assert [o.output_ids for o in found] == [o.output_ids for o in plain]
     trained = build_causal_lm(CausalSettings(init=copy), target, "cpu")
-    assert len(trained.get_output_embeddings().weight) == target.runner.vocab_size
+    ids = torch.tensor(prompts[:1])
+    trained(input_ids=ids, labels=ids).loss.backward()
+    gradient = trained.get_output_embeddings().weight.grad
+    assert len(gradient) == target.runner.vocab_size
+    assert gradient.abs().sum(1).gt(0).all()
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,21 @@ def test_greedy_text_is_the_targets(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("names", PAIRS[:2], ids=" for ".join)
 def test_composed_drafts_keep_the_text(names: tuple[str, str]) -> None:
-    """Catches a lookup in front, chains that end by confidence and a short context that change the text or fail."""
+    """Catches a lookup in front, chains that end by confidence, a short context and a reduced vocabulary that change
+    the text or fail."""
     target, draft, wanted = pair(names)
     prompts = prompts_of(wanted, 30, 12, 5)
     plain = texts(decode(target, None, prompts, max_new_tokens=40))
     composed = [TwoSourceDraft(NgramDraft(), draft, len(wanted.pieces)), ConfidentDraft(draft, 0.3)]
     for one in composed:
         assert texts(decode(target, one, prompts, k=3, max_new_tokens=40)) == plain
+    some = ModelRunner(draft.runner.model, None, torch.arange(0, len(draft.own.pieces), 2))
+    reduced = OtherTokenizerDraft(some, draft.own, wanted, len(wanted.pieces))
+    recording = RecordingDraft(reduced)
+    sampling = SamplingParams(1.0)
+    decode(target, recording, prompts, k=2, max_new_tokens=8, sampling=sampling)
+    drafted = {token for one in recording.proposals for token in one.tokens.flatten().tolist()}
+    assert all(reduced.shared[token] % 2 == 0 for token in drafted)
     draft.reads = Reads(context=40)
     recording = RecordingDraft(draft)
     assert texts(decode(target, recording, prompts, k=3, max_new_tokens=40)) == plain
