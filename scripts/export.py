@@ -8,6 +8,8 @@ medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM 
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
 gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,
                without --target
+transplant     a causal draft of another tokenizer with the target's: a token that both have keeps its row of embedding
+               and LM head, another gets the mean of the rows of the tokens that spell it
 w8a8           a whole model, such as a target, in compressed-tensors' int8 for vLLM: a scale for each output of a layer
                and each token of its inputs, rounded to nearest
 
@@ -41,11 +43,12 @@ class ExportConfig:
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
     format: str = ""
-    """flat, speculators, medusa-legacy, hf, gguf or w8a8."""
+    """flat, speculators, medusa-legacy, hf, gguf, transplant or w8a8."""
     out: str = ""
     """A new or empty folder."""
     target: str = ""
-    """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder.
+    """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder,
+    transplant that it is given.
     gguf: of heads it gives the tokenizer, and a causal draft gets as many logits as it has; for the latter empty: it
     keeps its own."""
     k: DraftLength = 4

@@ -70,6 +70,15 @@ class LearnedFrom:
 
 
 @dataclass(frozen=True)
+class Transplant:
+    """What a draft was before it got its target's vocabulary (decode/serving/transplant.py)."""
+
+    source: TargetRecord
+    shared: int  # tokens of the target that the source has too
+    tokens: int  # of the target
+
+
+@dataclass(frozen=True)
 class TimeSpent:
     wall_seconds: float
     tokens: int
@@ -104,6 +113,7 @@ class DraftMetadata:
     draft_sha256: Omitted[Digest] = None
     exported_from: Omitted[Digest] = None
     """Checksum of the draft that this one is a copy of in another layout."""
+    transplanted: Omitted[Transplant] = None
 
     @property
     def is_known(self) -> bool:
@@ -256,7 +266,7 @@ def check_vocabulary(path: str, target: Target) -> Any:
     if found is not None:
         raise UserError(
             f"draft {path!r} and target {target.name!r} disagree on token ids, {found}: use a draft trained for this "
-            "target's tokenizer"
+            "target's tokenizer, or a copy with its vocabulary (scripts/export.py --format transplant)"
         )
     return tokenizer
 

@@ -14,7 +14,7 @@ from decode.checkpoints import importers
 from decode.checkpoints.draft_folder import check_saved_draft, check_target_weights, read_metadata
 from decode.common.errors import UserError
 from decode.devices.choice import pick_device
-from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
+from decode.drafts import blocks, eagle, early_exit, medusa, mtp, other_tokenizer, swift
 from decode.drafts.base import Draft
 from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
 from decode.drafts.settings import SwiftConfig
@@ -55,7 +55,7 @@ class DraftFamily:
 DRAFT_FAMILIES: dict[str, DraftFamily] = {
     family.name: family
     for family in (
-        DraftFamily("causal", load=causal.load),
+        DraftFamily("causal", load=other_tokenizer.load),
         DraftFamily("pard", load=blocks.load_pard),
         DraftFamily("medusa", load=medusa.load),
         DraftFamily("medusa2", load=medusa.load, saved_as="medusa"),
@@ -124,9 +124,9 @@ def load_draft(
     """The draft in `path` (folder or Hub name) on `device` (None: the target's), which drafts trees of `shape`.
 
     It loads drafts that were saved here and published ones in the layouts of decode/checkpoints/importers.py.
-    UserError if the draft's tokenizer is not the target's or not the one it was trained for; warnings where heads do
-    not name their tokenizer, where the weights are not those that were trained (`check_saved_draft`) and where the
-    target is not the one that they were trained for.
+    UserError if its tokenizer is not the target's, which a small language model's need not be, or not the one that it
+    was trained for; warnings where heads do not name their tokenizer, where the weights are not those that were trained
+    (`check_saved_draft`) and where the target is not the one that they were trained for.
     """
     target_device = target.runner.device
     device = pick_device(device) if device else str(target_device)

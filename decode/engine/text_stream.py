@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.model.vocabularies import byte_tokens, special_ids
+
 REPLACEMENT = "\ufffd"
 """What decoding writes for bytes that are no character, or not yet."""
 KEPT, WINDOW = 8, 16
@@ -173,31 +175,6 @@ def split_by_origin(
             segments.append(TraceSegment(own_text, kind, rejected))
             rejected = 0
     return segments
-
-
-def byte_tokens(tokenizer: Any) -> dict[int, int]:
-    """{id: byte} of the tokens <0x00> to <0xFF> with which SentencePiece's vocabularies spell what they lack; {} for
-    other tokenizers."""
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return {}
-    names = [f"<0x{value:02X}>" for value in range(256)]
-    found: list[int | None] = tokenizer.convert_tokens_to_ids(names)
-    values = {
-        token: value
-        for value, token in enumerate(found)
-        if token is not None and tokenizer.convert_ids_to_tokens(token) == names[value]
-    }
-    letter = next((token for token, value in values.items() if value == ord("A")), None)
-    return values if letter is not None and tokenizer.decode([letter]) == "A" else {}
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that `skip_special_tokens` leaves out."""
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return frozenset()
-    return frozenset(
-        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-    )
 
 
 def cleans_up(tokenizer: Any) -> bool:

@@ -27,6 +27,7 @@ from decode.model.formats.gguf_files import gguf_folder
 from decode.model.formats.made_folders import copy_files, files_named
 from decode.model.names import check_name
 from decode.serving import gguf_export, gguf_heads, w8a8_export
+from decode.serving.transplant import transplant
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the name of their file."""
@@ -146,7 +147,7 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str, k: int) -> Export
 
 LAYOUTS = {"flat": to_flat, "speculators": to_speculators, "medusa-legacy": to_medusa_legacy}
 """By the names in settings; K is what the speculators format records."""
-HEAD_FORMATS, CAUSAL_FORMATS = (*LAYOUTS, "gguf"), ("hf", "gguf", "w8a8")
+HEAD_FORMATS, CAUSAL_FORMATS = (*LAYOUTS, "gguf"), ("hf", "gguf", "w8a8", "transplant")
 
 
 def export_hf(path: str, name: str, out: Path) -> None:
@@ -190,6 +191,8 @@ def export_draft(
         raise UserError(f"{out} is not empty: name a new folder with --out")
     if given:
         check_name(given, "target")
+    elif layout == "transplant":
+        raise UserError("transplant lays the draft on a target's vocabulary: give --target")
     stored = loading.NUMBER_TYPES["bfloat16" if layout == "w8a8" else "float32"]
     path = gguf_folder(draft, dtype=stored) or importers.resolve_folder(draft)
     if not (Path(path) / "config.json").is_file():
@@ -202,8 +205,8 @@ def export_draft(
         )
     if layout not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
         raise UserError(
-            f"a draft of family {family} has no layout {layout!r}: hf and w8a8 are for language models, gguf for "
-            "both, the others are for heads"
+            f"a draft of family {family} has no layout {layout!r}: hf, w8a8 and transplant are for language "
+            "models, gguf for both, the others are for heads"
         )
     if family in ("eagle3", "peagle"):
         check_one_llama_layer(draft, importers.read_checkpoint(path).config)
@@ -216,6 +219,8 @@ def export_draft(
                 gguf_heads.write_head(path, folder / "model.gguf", target, dtype)
         elif layout == "w8a8":
             w8a8_export.write_w8a8(path, folder)
+        elif layout == "transplant":
+            facts = transplant(draft, given, folder, facts)
         elif layout == "hf":
             export_hf(draft, target, folder)
             if facts.is_known:  # the target's tokenizer may have more tokens
@@ -229,6 +234,12 @@ def export_draft(
             write_metadata(folder, replace(facts, draft_sha256=now, exported_from=before))
     files = ", ".join(sorted(file.name for file in out.iterdir()))
     lines = [f"{family} in the {layout} layout: {files}"]
+    if layout == "transplant" and facts.transplanted is not None:
+        made = facts.transplanted
+        lines.append(
+            f"{made.shared} of the target's {made.tokens} tokens are the draft's too, and keep its rows; the others "
+            "have means of rows: train/distill.py --draft.init trains them"
+        )
     vocab = draft_vocab.VOCAB_FILE
     if layout in ("hf", "gguf") and (Path(path) / vocab).is_file():
         lines.insert(

@@ -275,7 +275,9 @@ RULES = (
     Rule("missing-tensor", LMS, REFUSED, LOADER_PY, checks.missing_tensors),
     Rule("shapes", LMS, REFUSED, LOADER_PY, checks.wrong_shapes),
     Rule("tied", LMS, SILENT, LLAMA_PY, checks.dropped_lm_head),
-    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", checks.wrong_tokenizer),
+    Rule("tokenizer", LMS, SILENT, (
+        f"{SPECULATIVE}: only sizes are compared; use_heterogeneous_vocab (PR 38174) drafts shared tokens, greedily"
+    ), checks.wrong_tokenizer),
 )  # fmt: skip
 
 

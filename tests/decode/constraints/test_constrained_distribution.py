@@ -26,6 +26,7 @@ from decode.verification.rules import VerificationResult
 from decode.verification.sampling import SamplingParams, warp
 from tests.automata import START, Automaton, Rules
 from tests.decode.verification.test_exact_distribution import Branches, small
+from tests.spellings import two_of_three
 from tests.tiny import noisy, reference, tiny_target
 
 A, B, EOS = range(3)
@@ -72,6 +73,7 @@ CASES: dict[str, tuple[Callable[[Target], Draft | None], dict[str, Any]]] = {
     "top-k, top-p": (near, {"sampling": CUT}),
     "block": (near, {"rule": "block"}),
     "reduced": (reduced, {}),
+    "other tokenizer": (two_of_three, {}),
     "one-hot": (lambda target: NgramDraft(), {}),
     "forced only": (lambda target: GrammarDraft(), {}),
 }

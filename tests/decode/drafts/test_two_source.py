@@ -41,6 +41,7 @@ from tests.decode.verification.test_exact_distribution import (
 )
 from tests.heads import FAMILIES, random_draft
 from tests.params import rotated
+from tests.spellings import two_of_three
 from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 MODELS = ["causal", "early-exit", *FAMILIES]
@@ -372,8 +373,9 @@ MIXED: dict[str, Callable[[Target], Draft]] = {
     "fewer rows": fewer_rows,
     "eagle3": lambda target: random_draft("eagle3", target),
     "medusa": lambda target: random_draft("medusa", target),
+    "other tokenizer": two_of_three,
 }
-LACKS = {"fewer rows": 2, "eagle3": 1}
+LACKS = {"fewer rows": 2, "eagle3": 1, "other tokenizer": 2}
 """A token that the draft's vocabulary does not have."""
 
 
@@ -399,6 +401,8 @@ def mixed(name: str, two_source: type[TwoSourceDraft] = TwoSourceDraft) -> tuple
         ("fewer rows", (2, 2), "block"),
         ("eagle3", (1, 3), "exact"),
         ("medusa", (2, 2), "exact"),
+        ("other tokenizer", (1, 3), "exact"),
+        ("other tokenizer", (2, 2), "block"),
     ],
     ids=str,
 )
@@ -408,7 +412,7 @@ def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int], ru
     k, length = size
     target, draft = mixed(name)
     recorded = RecordingDraft(draft)
-    known = 2 if name == "eagle3" else 3  # tokens that the model draws from
+    known = 2 if name in ("eagle3", "other tokenizer") else 3  # tokens that the model draws from
     paths = 3 * (known**k * 2**k * 3) ** (length - 1)
     assert law_distance(recorded, target, k, length, paths, rule) < 1e-7
     tokens, q = recorded.proposals[0].tokens[:, 0], recorded.proposals[0].q
