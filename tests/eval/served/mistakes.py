@@ -33,7 +33,7 @@ class Mistake:
 
 
 def every(rule: str, *, but: tuple[str, ...] = (), **otherwise: str) -> dict[str, str]:
-    """The same rule in the engines of EAGLE-3, of which some serve EAGLE-1 and small LMs as well: not in those of `but`,
+    """The same rule in the engines of EAGLE-3, some of which serve EAGLE-1 and small LMs too: not in those of `but`,
     and not in those that have another one."""
     engines = ("vllm", "sglang", "trtllm", "llamacpp")
     return {engine: rule for engine in engines if engine not in but} | otherwise
