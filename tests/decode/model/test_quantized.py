@@ -85,7 +85,7 @@ with safe_open(PACKED, "pt") as file:
     CONFIGS = {name: json.loads(x) for name, x in file.metadata().items() if name != "packers"}
 
 
-@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("form", sorted(CONFIGS))
 def test_what_the_format_s_own_packer_wrote_is_read(form: str, tmp_path: Path) -> None:
     """Catches a reading that is right for our own packer alone."""
     parts = {name: x for name, x in load_file(PACKED).items() if name.startswith(f"{form}/")}
