@@ -80,7 +80,7 @@ NAMES = [
 """(command, arguments, what the message names)."""
 
 MISMATCHED = [
-    ("train/sample.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("train/sample.py", "--target $lab/stranger --draft $lab/medusa", ("medusa", "tokenizer")),
     ("train/write_prompts.py", "--target $lab/target", "chat template"),
     ("train/write_prompts.py", "--overwrite true --resume true", ("overwrite", "resume")),
     ("train/sample.py", "--draft $lab/medusa --k 9", "k"),
@@ -90,22 +90,21 @@ MISMATCHED = [
     ("train/distill.py", "--target $lab/stranger --draft.init '' --draft.layers '[0]'", ("samples", "tokenizer")),
     ("train/distill.py", "--draft.init '' --draft.family medusa --draft.heads 2 --check.k 9 --loop.eval_every 1", "k"),
     ("train/distill.py", "--overwrite true --resume true", ("overwrite", "resume")),
-    ("eval/run.py", "--methods '[{name: causal, draft: $lab/stranger}]'", ("stranger", "tokenizer")),
-    ("eval/run.py", "--target $lab/stranger", ("causal", "tokenizer")),
+    ("eval/run.py", "--target $lab/stranger --methods '[{name: heads, draft: $lab/medusa}]'", ("medusa", "tokenizer")),
     ("eval/run.py", "--original $lab/stranger", ("stranger", "tokenizer")),
     ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, k: 600}]'", "k"),
-    ("eval/tune.py", "--methods '[{name: causal, draft: $lab/stranger}]'", ("stranger", "tokenizer")),
+    ("eval/tune.py", "--target $lab/stranger --methods '[{name: heads, draft: $lab/medusa}]'", ("medusa", "tokenizer")),
     ("eval/tune.py", "--ks '[1, 2, 600]'", "ks"),
     ("eval/fidelity.py", "--dtypes '[w8a8, w8a8]'", "dtypes"),
     ("eval/fidelity.py", "--dtypes '[float32]'", ("dtypes", "float32")),
     ("eval/fidelity.py", "--dtypes '[w4a4]'", "w4a4"),
     ("eval/fidelity.py", "--dtypes '[int4]'", "int4"),
     ("eval/fidelity.py", "--tasks '[]'", "tasks"),
-    ("decode/generate.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("decode/generate.py", "--target $lab/stranger --draft $lab/medusa", ("medusa", "tokenizer")),
     ("decode/generate.py", "--k 600", "k"),
     ("scripts/export.py", "--draft $lab/causal --format hf --target $lab/stranger", "tokenizer"),
     ("scripts/publish.py", "--draft $lab/causal --report $lab/report/report.json --tuned $lab/report/report.json", "tuned"),
-    ("scripts/lab/gpu_smoke.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("scripts/lab/gpu_smoke.py", "--target $lab/stranger --draft $lab/medusa", ("medusa", "tokenizer")),
 ]  # fmt: skip
 """The same of things that are there, but do not go together."""
 

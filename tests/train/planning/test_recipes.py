@@ -38,7 +38,7 @@ from tests.decode.engine.test_engine import hf_text
 from train import answering
 from train.data import batching, sample_store
 from train.data.conversations import Conversation, Prompt, encode_prompt
-from train.data.prompt_pipeline import TargetTokenizer
+from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.families.dflash import default_taps
 from train.families.registry import TRAINED_FAMILIES
 from train.planning import resources, shape_run
@@ -279,7 +279,8 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
         reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
         script = Conversation([encode_prompt(ChatTemplate(tokenizer), prompt)], [reply])
-        rows.append(make_row(SampleConfig(), prompt, script, "eos"))
+        read = TokenizedPrompt(prompt.id, prompt.source, script.packed())
+        rows.append(make_row(SampleConfig(), read, script, "eos"))
     return rows
 
 
