@@ -499,7 +499,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "not causal": (
         "eagle1",
         {"format": "hf"},
-        "hf and w8a8 are for language models, gguf for both",
+        "hf, w8a8 and transplant are for language models, gguf for both",
     ),
 }
 
