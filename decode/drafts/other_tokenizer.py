@@ -221,7 +221,10 @@ def load(path: str, target: Target, device: str, dtype: str) -> Draft:
     """A Hugging Face causal LM from a folder or the Hub: as `causal.load` gives it where its token ids are the
     target's, else one of its own tokenizer, which a line says. UserError for one that can be neither."""
     causal.check_not_the_target(path, target)
-    tokenizer = loading.load_tokenizer(path)
+    try:
+        tokenizer = loading.load_tokenizer(path)
+    except UserError:  # a head may have none: what is wrong is in its tensors
+        return causal.load(path, target, device, dtype)
     same = loading.tokenizer_fingerprint(tokenizer) == target.fingerprint
     if same or disagreement(tokenizer, target.tokenizer) is None:
         return causal.load(path, target, device, dtype)

@@ -32,7 +32,7 @@ from tests.tiny import tiny_model
 from tests.train.test_sample_command import rows_of
 from tests.worlds import Done, World
 from train.trainer.settings import DistillConfig
-from train.training import train_draft
+from train.training import train_here
 
 SLICED = ["--placement.kind", "tensor_parallel"]
 ON_DISK = PlacementConfig("device_map", {"cpu": 0.0001})
@@ -192,7 +192,7 @@ def what_the_leader_does(target: str, data: str, out: str) -> None:
         sliced.runner.first_layers(1)
     Path(out, "found").write_text(json.dumps(logits_and_texts(sliced)))
     _, *words = train_words(target, data, f"{out}/trained")
-    train_draft(parse_settings(DistillConfig, "", [str(word) for word in [*words, *SLICED]]))
+    train_here(parse_settings(DistillConfig, "", [str(word) for word in [*words, *SLICED]]))
 
 
 def logits_and_texts(target: Target) -> dict[str, list[Any]]:
