@@ -1,6 +1,7 @@
 """What the commands do, called from Python: settings, results, signals, and torch only where it is needed."""
 
 import html
+import importlib
 import json
 import os
 import re
@@ -59,6 +60,13 @@ WRONG = {
 }
 
 
+@pytest.fixture
+def _functions() -> None:
+    """train's functions, in whose place another test may have imported the scripts as modules."""
+    importlib.reload(train)
+
+
+@pytest.mark.usefixtures("_functions")
 @pytest.mark.parametrize("said", WRONG)
 def test_a_wrong_setting_is_an_exception_that_names_it(said: str) -> None:
     """Catches a function that prints and exits, as its command does, and a setting that is passed over."""
