@@ -216,7 +216,7 @@ def test_top_p_keeps_what_reaches_its_total_exactly() -> None:
     assert warp(logits, SamplingParams(1.0, top_p=0.75))[2:].tolist() == [0.0, 0.0]
 
 
-def test_one_position_without_numbers_is_seen() -> None:
+def test_one_position_without_numbers_is_enough() -> None:
     """Catches rows of which only the last position, or none but all of them, is looked at."""
     logits = torch.zeros(3, 2, 4)
     logits[1, 0, 2], logits[2, 1, :3] = float("nan"), float("-inf")
