@@ -5,7 +5,8 @@
 flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here, for serving engines
 speculators    EAGLE-3 with the nested config that the speculators library trains, from which a draft alone is served
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
-hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
+hf             a causal draft with the target's tokenizer files and as many rows of vocabulary: added ones are the mean
+               of the others, surplus ones are cut off
 gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,
                without --target
 transplant     a causal draft of another tokenizer with the target's: a token that both have keeps its row of embedding
@@ -21,9 +22,10 @@ w8a8           a whole model, such as a target, in compressed-tensors' int8 for 
 --spec-type is draft-eagle3, draft-dflash or draft-dspark for heads and draft-simple for a causal draft. What llama.cpp
 does not compute is refused before anything is written (scripts/check_draft.py --engine llamacpp names it too).
 
-Tensors are copied bit for bit, but for a GGUF's, which get --dtype, and rows of the LM head for tokens outside a causal
-draft's reduced vocabulary, which get their mean. The draft may be any that loads here: ours, or
-published ones (decode/checkpoints/importers.py).
+flat, speculators and medusa-legacy copy tensors bit for bit. gguf stores matrices in --dtype, hf and transplant make
+rows of the vocabulary, w8a8 rounds weights; rows of the LM head for tokens outside a causal draft's reduced vocabulary
+get the mean of those inside. The draft may be any that loads here: ours, or published ones
+(decode/checkpoints/importers.py).
 """
 
 import sys

@@ -563,12 +563,22 @@ def has_users() -> bool:
     return subprocess.run([*NO_USER, "true"], capture_output=True).returncode == 0
 
 
+COMMANDS = ["decode/generate.py", "train/sample.py", "train/distill.py", "eval/run.py"]
+WHERE = [
+    *((command, "no home") for command in COMMANDS),  # each imports other libraries before it begins
+    ("eval/run.py", "a home that cannot be written"), ("train/sample.py", "latin-1"), ("decode/generate.py", "POSIX"),
+    ("eval/run.py", "POSIX"), ("train/distill.py", "proxies"), ("train/distill.py", "an exported precision"),
+]  # fmt: skip
+
+
+def test_each_environment_is_tried() -> None:
+    """Catches a new environment that no command is run in."""
+    assert {name for _, name in WHERE} == set(ENVIRONMENTS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-@pytest.mark.parametrize(
-    "command", ["decode/generate.py", "train/sample.py", "train/distill.py", "eval/run.py"]
-)
-def test_each_command_works_in_each_environment(
+@pytest.mark.parametrize(("command", "name"), WHERE)
+def test_commands_work_in_each_environment(
     world: World, data: Path, tmp_path: Path, command: str, name: str
 ) -> None:
     """Catches a command that ends with a traceback, or says nothing about a cache that lies elsewhere."""

@@ -1,6 +1,6 @@
 """A draft's files in the layouts of other engines and trainers, or in ours.
 
-Tensors are copied bit for bit. The layouts are listed in scripts/export.py.
+The layouts, and which of them copy tensors bit for bit, are listed in scripts/export.py.
 """
 
 import re

@@ -53,7 +53,7 @@ class FloorConfig(TargetSettings):
     out: str = ""
     """File for the JSON of the last line; empty: none."""
     mode: str = "eager"
-    """The decoder's mode: eager, compiled or graph."""
+    """The decoder's mode: eager, captured, compiled or graph."""
     rows: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Rows of a step."""
     repeats: Count = 7

@@ -92,7 +92,7 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"
     """engine local: how rounds run. compiled: after a minute or more of compilation faster, where prompts are of like
     length; captured and graph: as one CUDA graph, of the usual or of compiled kernels (no GPU has run them yet). auto:
-    graph on a GPU where target and draft allow it, else eager."""
+    on a GPU graph, or captured where torch has no Triton, if target and draft allow it; else eager."""
     shard_rows: Count = 128
     """Answers per file at most. Finished ones are written once a minute as well: no more is repeated after a kill."""
     device: str = "auto"

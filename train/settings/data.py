@@ -43,7 +43,8 @@ class PromptSource:
     """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
 
     limit: Count | None = None
-    """At most this many prompts, chosen at random by the seed; null takes all. stdlib requires a limit."""
+    """At most this many prompts, chosen at random by the seed; null takes all. stdlib requires a limit, but
+    for origin text, which takes whole modules."""
 
     samples: Annotated[int, at_least(1, 100_000)] = 1
     """Answers to sample for each prompt."""

@@ -160,7 +160,7 @@ def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
     other = tiny_target(noisy(one.runner.model, 0.5))
     settings = {"k": 3, "max_new_tokens": 24}
     said = {}
-    for target, name in [(one, "one"), (other, "other"), (one, "one again")]:
+    for target, name in [(one, "one"), (other, "other")]:
         drafts = [
             None,
             EarlyExitDraft(target, 2),
