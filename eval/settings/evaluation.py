@@ -152,8 +152,8 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     """Prompts decoded together."""
     mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"
     """compiled is faster after a minute of compilation for each shape. On a GPU only: captured, each round as one CUDA
-    graph without compilation, and graph, the same of compiled code. auto: on a GPU graph, or captured where torch has no
-    Triton, if target and all methods allow it; else eager."""
+    graph without compilation, and graph, the same of compiled code. auto: on a GPU graph, or captured where torch has
+    no Triton, if target and all methods allow it; else eager."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)

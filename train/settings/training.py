@@ -157,9 +157,9 @@ class AcceptanceEvalConfig:
     """The fixed prompts on which τ and α are measured during training, with the real decoder."""
 
     prompts: Count = 6
-    """How many: a third of them, at least one, from each of the three domains of the bundled training prompts, never from
-    the evaluation prompts. Of an encoder-decoder, which answers only what it was made for, they are the first prompts of
-    the training data."""
+    """How many: a third of them, at least one, from each of the three domains of the bundled training prompts, never
+    from the evaluation prompts. Of an encoder-decoder, which answers only what it was made for, they are the first
+    prompts of the training data."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     max_new_tokens: Count = 32
