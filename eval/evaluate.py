@@ -228,11 +228,13 @@ def _method_results(
         mismatches = leaves = None
         if temperature == 0:
             own_texts = result.records[method]
-            mismatches = _greedy_mismatches(work, method, own_texts, work.references)
             if s.dtype in QUANTIZED_DTYPES:
                 texts = {(r.task, r.id): r.output_ids for r in plain}
-                leaves = mismatches
-                mismatches = _greedy_mismatches(work, method, own_texts, texts)
+                # Where rounded weights leave is plain decoding's to say: no method is measured for it anew.
+                leaves = _greedy_mismatches(work, method, own_texts, work.references, k=0)
+                mismatches = _greedy_mismatches(work, method, own_texts, texts, method.k)
+            else:
+                mismatches = _greedy_mismatches(work, method, own_texts, work.references, method.k)
         rounds = with_batch_rounds(result.records[method])
         failed = [*work.undecodable, *result.failures[method]]
         failures = [(f, domains.get((f.task, f.id), "")) for f in failed]
@@ -322,9 +324,10 @@ def _greedy_mismatches(
     method: Method,
     records: Sequence[DecodeRecord],
     texts: Mapping[tuple[str, str], list[int]],
+    k: int,
 ) -> list[greedy_equivalence.GreedyMismatch]:
-    """Where the records leave these texts. A difference is measured once for all methods of one K whose text has it: it
-    takes up to half a minute."""
+    """Where the records leave these texts, judged by the rounding of rounds with `k` drafted tokens. A difference is
+    measured once for all methods whose text has it: it takes up to half a minute."""
     prompts = {(item.task, item.id): item for item in work.items}
     references = [texts[r.task, r.id] for r in records]
     different = sum(r.output_ids != ids for r, ids in zip(records, references, strict=True))
@@ -333,11 +336,11 @@ def _greedy_mismatches(
     bar = work.progress.add_task(f"first differences of {method.name}", total=different)
 
     def measure(item: TaskPrompt, answer: list[int], pair: tuple[int, int]) -> Sequence[float]:
-        key = ["difference", item.task, item.id, len(answer), *pair, method.k]
+        key = ["difference", item.task, item.id, len(answer), *pair, k]
         found: Sequence[float] = work.journal.get_or_measure(
             key,
             lambda: greedy_equivalence.measure_pair(
-                work.model, item.prompt_ids, answer, pair, method.k
+                work.model, item.prompt_ids, answer, pair, k
             ),
         )
         work.progress.advance(bar)

@@ -30,7 +30,15 @@ from decode.engine.records import collect_outputs
 from decode.model import attention
 from decode.model.gpu import kernel_choice
 from decode.model.layer_stack import layer_stack
-from decode.model.loading import Target, load_model, load_target, usual_dtype
+from decode.model.loading import (
+    Target,
+    find_dtype,
+    load_config,
+    load_model,
+    load_target,
+    usual_dtype,
+)
+from decode.model.names import check_name
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.timing import synchronize
@@ -374,6 +382,16 @@ def run_apart(s: GpuSmokeConfig, limit: float) -> dict[str, Any]:
     return found
 
 
+def check_names(s: GpuSmokeConfig) -> None:
+    """UserError for a device, a dtype, a target or a draft that is not there, before a process is started for it."""
+    pick_device(s.device)
+    if s.dtype != "auto":
+        find_dtype(s.dtype)
+    load_config(s.target, "target")
+    if s.draft:
+        check_name(s.draft, "draft")
+
+
 def check_gpu(s: GpuSmokeConfig) -> None:
     """Runs the stages in order until `s.seconds` are over, and writes the JSON after each; exit code 1 if any has a
     problem. With `s.stage` it runs and prints that one alone."""
@@ -383,6 +401,7 @@ def check_gpu(s: GpuSmokeConfig) -> None:
         files.write_result("", run_stage(s))
         return
     check_file(s.out)
+    check_names(s)
     start = time.monotonic()
     stages: dict[str, Any] = {}
     problems: list[str] = []
