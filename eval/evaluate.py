@@ -339,9 +339,7 @@ def _greedy_mismatches(
         key = ["difference", item.task, item.id, len(answer), *pair, k]
         found: Sequence[float] = work.journal.get_or_measure(
             key,
-            lambda: greedy_equivalence.measure_pair(
-                work.model, item.prompt_ids, answer, pair, k
-            ),
+            lambda: greedy_equivalence.measure_pair(work.model, item.prompt_ids, answer, pair, k),
         )
         work.progress.advance(bar)
         return found
