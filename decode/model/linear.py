@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # ---- layers that read the same tensor ----
 
@@ -281,7 +282,9 @@ class PackedLinear(torch.nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def can_pack(self) -> bool:
-        """Whether oneDNN has products for the device and the dtype of the weight."""
+        """Whether oneDNN has products for the device and the dtype of the weight, of which no part is elsewhere."""
+        if isinstance(self.weight, DTensor):  # sharded for training
+            return False
         dtype = self.weight.dtype
         known = dtype == torch.float32 or (dtype == torch.bfloat16 and PACKED_BFLOAT16)
         return known and self.weight.device.type == "cpu"

@@ -4,12 +4,15 @@ import copy
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from decode.model import linear
 from decode.model.linear import PackedLinear, begin_request, patch_linear_layers
@@ -221,6 +224,19 @@ def test_training_does_not_see_it() -> None:
         net(x).square().sum().backward()
     assert torch.equal(usual(x), layer(x))
     assert torch.equal(usual.weight.grad, layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_layers_that_are_sharded_for_training_are_left_alone(tmp_path: Path) -> None:
+    """Catches compiled decoding that fails because another model of this process is in training on several devices."""
+    file = f"file://{tmp_path / 'group'}"
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    try:
+        layer = PackedLinear(torch.nn.Linear(64, 48))
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        linear.pack_for_compiled_code()
+        assert layer.packed is None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_patched_layer_takes_the_place_of_the_old_one() -> None:
