@@ -5,11 +5,11 @@
     python scripts/audit.py org/eagle3 --target org/model --served none
 
 The draft is any that decode/checkpoints/importers.py reads, from a folder or the Hub. First its files are checked
-against the engine's rules (scripts/check_draft.py). Then the same prompts are decoded here and in the engine, greedily
-and at --temperature. Last our decoder reads the files in other ways, one thing switched at a time: the layers that are
-tapped, norms, the base and scaling of RoPE, the map of a reduced vocabulary, biases, missing or shared tensors. The
-reading that accepts, prompt by prompt, what the engine accepted is how the engine reads the files; one that accepts
-significantly more is how they are meant.
+against vLLM's rules (scripts/check_draft.py), unless --served is a file. Then the same prompts are decoded here and in
+the engine, greedily and at --temperature. Last our decoder reads the files in other ways, one thing switched at a time:
+the layers that are tapped, norms, the base and scaling of RoPE, the map of a reduced vocabulary, biases, missing or
+shared tensors. The reading that accepts, prompt by prompt, what the engine accepted is how the engine reads the files;
+one that accepts significantly more is how they are meant.
 
 --served is vllm (--python is an interpreter with it, by default that of VLLM_PYTHON, else of .venv-vllm), none, or a
 file of what any engine accepted, decoded greedily: a line for each prompt of --tasks, in their order, such as

@@ -4,8 +4,9 @@
 
 Each finding says what the engine does: `refused` is an error at the start or at the first request; `silent` serves
 another function than was trained, with few tokens accepted; `ignored` is harmless. Exit code 1 for the first two. The
-rules are tables in decode/serving/, each rule with its source. Those of vLLM were also run
-(docs/results/served_damage.json). The rule `decoder` is why this project's own decoder refuses the draft.
+rules are tables in decode/serving/, each rule with its source. Those of vLLM (docs/results/served_damage.json) and
+llama.cpp (scripts/llamacpp_parity.py) were also run. The rule `decoder` is why this project's own decoder refuses the
+draft.
 """
 
 import json

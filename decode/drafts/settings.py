@@ -113,8 +113,8 @@ class GenerateConfig(DecodingSettings, LoadingSettings):
     prompt_file: str = ""
     """A file to read the prompt from instead."""
     draft: str = "ngram"
-    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
-    `none`: plain decoding."""
+    """Folder or Hub name of a draft; `ngram`, `suffix`: lookup in the text so far; `swift`: the target without some
+    sub-layers; `grammar`: only tokens that a grammar forces; `none`: plain decoding."""
     draft_dtype: DtypeName = ""
     """What the draft computes in, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's
     dtype. It never changes the output."""

@@ -168,7 +168,7 @@ class EvalConfig(MeasuringSettings, PlacedTargetSettings):
     """The target's GGUF file that llama.cpp serves, such as one in Q4_K_M; empty: `target`, if that is a GGUF file,
     else its weights in `dtype`."""
     vllm_python: str = ""
-    """Interpreter of an environment that has vLLM."""
+    """Interpreter of an environment that has vLLM; `compare` vllm needs it."""
     vllm_target: str = ""
     """What vLLM serves, such as an int8 checkpoint of the target; empty: `target`."""
     vllm_dtype: str = ""
@@ -204,7 +204,8 @@ class TuneConfig(MeasuringSettings, TargetSettings):
     layers: list[Count] = field(default_factory=list)
     """early-exit: numbers of the target's first layers to try, each with every draft length; []: the method's own."""
     calibrate: list[DraftLength] = field(default_factory=lambda: [2, 6])
-    """The two draft lengths that the others are predicted from."""
+    """The two draft lengths that the others are predicted from; of a stage that does not try both (`batch_ks`) its
+    second and its last, and of fewer than three nothing is predicted."""
     tree_nodes: list[TreeNodes] = field(default_factory=lambda: [8, 16])
     """Nodes of trees to try at batch 1, both grown by confidence and best fixed ones; [] tries none."""
     tree_width: TreeWidth = 4

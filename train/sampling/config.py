@@ -85,8 +85,8 @@ class SampleConfig(RunSettings, PlacedTargetSettings):
     """Prompts decoded together by each process, fewer where a GPU lacks the memory. A row that is finished is refilled
     with the next prompt."""
     draft: str = "none"
-    """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
-    because speculative decoding is lossless."""
+    """none, ngram, suffix, or a draft's folder or Hub name. With a draft small batches decode faster; answers follow
+    the same distribution, because speculative decoding is lossless."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     mode: Literal["auto", "eager", "captured", "compiled", "graph"] = "auto"

@@ -25,7 +25,8 @@ class FamilySettings:
     attention: Literal["auto", "dense", "blockwise", "flex"] = "auto"
     """How training attends where a mask is needed, in the draft and in the target: with all of the mask in memory, a
     block of queries at a time in memory linear in the length, or by flex_attention, which needs CUDA. auto: flex on a
-    GPU of compute capability 8.0 or newer, elsewhere dense for short samples and blockwise for others (same result)."""
+    GPU of compute capability 8.0 or newer where torch has Triton, elsewhere dense for short samples and blockwise for
+    others (same result)."""
 
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours")
     """How such a draft is trained where the settings do not say it."""

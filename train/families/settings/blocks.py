@@ -74,9 +74,10 @@ class DFlashSettings(FusedHeadSettings):
 
     vocab: CountOrZero | None = 0
     """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
-    32,000."""
+    32,000. With `init` what is left at its default is that draft's."""
     taps: list[CountOrZero] = field(default_factory=list)
-    """Layers whose input hidden states are read; empty: five, evenly from 2 to L-2 of L layers."""
+    """Layers whose input hidden states are read; empty: five (of a small target fewer), evenly from 2 to L-2 of L
+    layers."""
     block: Annotated[int, at_least(1, 64)] = 15
     """Tokens drafted in one pass."""
     depth: Annotated[int, at_least(1, 64)] = 5

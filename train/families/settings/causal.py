@@ -30,7 +30,8 @@ class CausalSettings(FamilySettings):
     lora_rank: Annotated[int, at_least(0, 4096)] = 0
     """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
     vocab: CountOrZero | None = None
-    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0 or null: all tokens of the target."""
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
+    those that the draft in `init` has, or all."""
     activation_checkpointing: bool = False
     """Backward computes each layer of the draft again, so that only its inputs are kept: less memory, a third more
     arithmetic in the draft (same result)."""

@@ -43,7 +43,7 @@ class FusedHeadSettings(LayeredHeadSettings):
 
     vocab: CountOrZero | None = None
     """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
-    32,000."""
+    32,000. With `init` what is left at its default is that draft's."""
     taps: list[CountOrZero] = field(default_factory=list)
     """Layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers, which every engine assumes."""
 

@@ -79,7 +79,7 @@ class LayerSkipSettings(ExitSettings, HeadSettings):
     family: Literal["layerskip"] = "layerskip"
     vocab: CountOrZero | None = None
     """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
-    32,000."""
+    32,000. With `init` what is left at its default is that draft's."""
     exit_width: Annotated[int, at_least(0, 65_536)] = 0
     """Inner width of the exit's gated block; 0: the target's hidden size."""
 
@@ -111,7 +111,8 @@ class LayerSkip2Settings(ExitSettings):
     layer_dropout: Share = 0.1
     """Probability with which a sample goes past the last layer; it falls to 0 at the first one."""
     exit_scale: Share = 1.0
-    """Weight of all exits but the last layer in the loss, each also in proportion to 1 + … + its number."""
+    """In the loss an exit E weighs this times 1 + … + E, the last layer L weighs L plus this times 1 + … + (L - 1), all
+    divided by their sum."""
     exit_period: Annotated[int, at_least(1, 4096)] = 8
     """Besides exit_layer and the last layer, step t trains the exits E with E = t modulo this number."""
 
