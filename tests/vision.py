@@ -1,15 +1,24 @@
 """Tiny random vision-language models, prompts with images for them, and what transformers' own code answers."""
 
 import copy
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPImageProcessor,
+    LlavaProcessor,
+)
 
 from decode.model.loading import Target, build_runner
+from tests.seq2seq import letter_tokenizer
 from tests.tiny import VOCAB
 
 IMAGE = 90
@@ -253,3 +262,74 @@ def generated(model: Any, prompt: Prompt, tokens: int) -> list[int]:
     )  # fmt: skip
     answer: list[int] = out[0, len(ids[0]) :].tolist()
     return answer
+
+
+# ---- from files ----
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def llava_folder(folder: Path) -> Path:
+    """A LLaVA with its processor in `folder`, which also holds red.png and blue.png."""
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    text = LLAMA | {"vocab_size": len(tokenizer), "eos_token_id": 1}
+    settings = VARIANTS["llava"].settings | {"text_config": text}
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    config = AutoConfig.for_model("llava", **(settings | {"image_token_index": token}))
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(value, std=0.25)
+    model.save_pretrained(folder)
+    pixels = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(
+        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
+    for color in ("red", "blue"):
+        Image.new("RGB", (40, 30), color).save(folder / f"{color}.png")
+    return folder
+
+
+class PictureProcessor:
+    """Reads pictures and texts of bytes for a tiny model of any kind: as many numbers and placeholders as it takes, and
+    for the same picture the same. Processors of transformers need torchvision for some kinds."""
+
+    chat_template = "of parts"
+    image_processor = True
+
+    def __init__(self, kind: str, tokenizer: Any, placeholder: int):
+        self.variant, self.tokenizer, self.placeholder = VARIANTS[kind], tokenizer, placeholder
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], **settings: Any
+    ) -> dict[str, torch.Tensor]:
+        ids: list[int] = []
+        found: dict[str, list[torch.Tensor]] = {}
+        for part in (part for message in messages for part in message["content"]):
+            if part["type"] == "text":
+                ids += self.tokenizer(part["text"])["input_ids"]
+                continue
+            ids += [self.placeholder] * self.variant.tokens
+            generator = torch.Generator().manual_seed(zlib.crc32(part["image"].tobytes()))
+            for name, value in self.variant.image.items():
+                made = (
+                    torch.tensor(value)
+                    if isinstance(value, list)
+                    else torch.randn(value, generator=generator)
+                )
+                found.setdefault(name, []).append(made)
+        # As templates do: `generate` gives wrong M-RoPE positions to what follows a prompt that ends with an image.
+        ids += self.tokenizer(">")["input_ids"]
+        inputs = {name: torch.cat(values) for name, values in found.items()}
+        row = torch.tensor([ids])
+        if self.variant.kinds:
+            inputs[self.variant.kinds] = (row == self.placeholder).long()
+        return {"input_ids": row, "attention_mask": torch.ones_like(row)} | inputs

@@ -49,7 +49,7 @@ from train.sampling.rows import SKIPPED, ShardWriter
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
-OWNED_FILES = ("manifest.json", "shards/*.parquet")
+OWNED_FILES = ("manifest.json", "shards/*.parquet", "images/*")
 PLAIN_TOKENS, CHAT_TOKENS, THINKING_TOKENS = 256, 1024, 2048
 THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "<|channel|>")
 """What a chat template has that writes thoughts before an answer."""
@@ -211,7 +211,7 @@ def load_engine(
     identity = replace(target.identity, chat_template=reader.chat.hash)
     context, embedded = target.runner.context, target.runner.embedding_rows
     reader = replace(reader, context=context, eos=target.eos, identity=identity, embedded=embedded)
-    return reader, partial(local_engine.generate_answers, s, engine, identity)
+    return reader, partial(local_engine.generate_answers, s, engine, reader)
 
 
 def load_reader(s: SampleConfig) -> TargetTokenizer:
@@ -290,6 +290,11 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
+    images = {name for prompt in fitting for name in prompt.images}
+    if images and s.served:
+        raise UserError(
+            f"the prompts hold images, and servers are sent tokens: --engine draftsmith in place of {s.engine}"
+        )
     evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
     reads = [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
     console = Console(stderr=True, quiet=not state.is_main_process)
@@ -301,6 +306,9 @@ def write_answers(
             f"{len(prompts)} prompts ({dropped['dropped_as_evaluation']} dropped as evaluation prompts), "
             f"{len(todo)} to answer"
         )
+        with collective.raise_on_all_ranks(state):
+            if state.is_main_process and log.images is not None:
+                log.images.store(Path(s.out), images)
         with (
             collective.raise_on_all_ranks(state),
             progress_bars(console, ("speed",), disable=not state.is_main_process) as bars,

@@ -139,6 +139,8 @@ def check_embedded_rows(rows: Sequence[SampleRow], target: Target) -> None:
     if max(target.tokenizer.get_vocab().values()) < size:
         return
     for row in rows:
+        if "images" in row:  # a placeholder of an image may be no token of the target
+            continue
         try:
             check_embedded(target.tokenizer, row["input_ids"], size)
         except UserError as error:
@@ -165,6 +167,18 @@ def check_encoder_decoder(s: DistillConfig, target: Target) -> None:
     for advice, found in wrong.items():
         if found:
             raise UserError(f"target {target.name!r} is an encoder-decoder. {advice}")
+
+
+def check_images(s: DistillConfig, target: Target) -> None:
+    """UserError for a training that would leave out the images of samples."""
+    wrong = {
+        f"target {target.name!r} reads text only": not target.runner.takes_images,
+        "states.url: the server is sent tokens alone": bool(s.states.url),
+        "on_policy.share: the draft writes on texts alone, set it to 0": s.on_policy.share > 0,
+    }
+    for why, found in wrong.items():
+        if found:
+            raise UserError(f"samples hold images. {why}")
 
 
 def max_sample_length(s: DistillConfig, target: Target) -> int:
@@ -230,6 +244,8 @@ def load_components(
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
     check_embedded_rows(rows, target)
+    if rows.has_images:
+        check_images(s, target)
     if accelerator.is_main_process:
         mixture.check_target(s.data, target, s.allow_changed)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
@@ -240,8 +256,13 @@ def load_components(
     templates = mixture.templates_of(s.data)
     acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows, templates)
     for prompt in acceptance_eval.prompts if s.loop.eval_every > 0 else []:
-        check_embedded(target.tokenizer, prompt, target.runner.embedding_rows)
+        if acceptance_eval.images is None:
+            check_embedded(target.tokenizer, prompt, target.runner.embedding_rows)
     draft = build_draft(s, target, rows)
+    if rows.has_images and draft.teacher is None:
+        raise UserError(
+            f"samples hold images. draft.family {s.draft.family} trains in the target, which is given texts alone"
+        )
     return s, RunComponents(target, rows, dropped, draft, acceptance_eval, inputs)
 
 

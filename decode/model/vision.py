@@ -22,6 +22,13 @@ def is_vision_language(config: Any) -> bool:
     return has_vision and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
+def image_token(config: Any) -> int:
+    """The id of the token that stands for a piece of an image, by the config of a vision-language model."""
+    fields = vars(config)
+    token: int = fields["image_token_id" if "image_token_id" in fields else "image_token_index"]
+    return token
+
+
 class VisionRunner(ModelRunner):
     """One vision-language model, for rows of text and rows whose prompt holds images.
 
@@ -99,40 +106,43 @@ class VisionRunner(ModelRunner):
 
     def _read_images(self, tokens: Tensor, row: Tensor, images: ImageInputs) -> Tensor:
         """Logits [1, V] after a prompt [1, L] with images, which is read into row `row` [1]."""
+        computed = DynamicCache()
+        with logits_only_at(self.model, lambda hidden: hidden[:, -1:]):
+            more = {"use_cache": True, self.cache_name: computed}
+            logits = self.forward_with_images(tokens, images, **more)
+        if self.hidden_state_hooks is not None:
+            self.features = self.hidden_state_hooks.states()
+        self.cache.write_rows(row, computed)
+        for holder in self.delta_holders:
+            self.position_delta[row] = holder.rope_deltas.flatten()
+        return self.widen_logits(logits)[:, 0]
+
+    def forward_with_images(self, tokens: Tensor, images: ImageInputs, **more: Any) -> Tensor:
+        """Logits of a row [1, L] with images, with the model's own attention and positions; `more` are further
+        arguments of the model's forward. UserError for images that do not fit the row's placeholders."""
         for holder in self.delta_holders:
             holder.rope_deltas = None
-        computed = DynamicCache()
         own = {
             name: value.to(self.device, self.model.dtype if value.is_floating_point() else None)
             for name, value in images.items()
         }
         self.set_attention(self.own_attention)
         try:
-            with logits_only_at(self.model, lambda hidden: hidden[:, -1:]):
-                logits = self.model(
-                    input_ids=tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    use_cache=True,
-                    **{self.cache_name: computed},
-                    **own,
-                ).logits
+            logits: Tensor = self.model(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), **more, **own
+            ).logits
         except Exception as error:  # whatever the code of a model raises
             raise UserError(
                 f"this {self.model.config.model_type} model cannot read the prompt's images: {first_line(error)}"
             ) from error
         finally:
             self.set_attention(attention.ATTENTION_NAME)
-        if self.hidden_state_hooks is not None:
-            self.features = self.hidden_state_hooks.states()
-        self.cache.write_rows(row, computed)
-        for holder in self.delta_holders:
-            if holder.rope_deltas is None:
-                raise UserError(
-                    f"this {self.model.config.model_type} model needs mm_token_type_ids to give the image's tokens "
-                    "their positions: prepare the prompt with the model's own processor"
-                )
-            self.position_delta[row] = holder.rope_deltas.flatten()
-        return self.widen_logits(logits)[:, 0]
+        if any(holder.rope_deltas is None for holder in self.delta_holders):
+            raise UserError(
+                f"this {self.model.config.model_type} model needs mm_token_type_ids to give the image's tokens "
+                "their positions: prepare the prompt with the model's own processor"
+            )
+        return logits
 
 
 def _groups(

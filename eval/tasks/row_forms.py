@@ -13,7 +13,8 @@ from decode.common.errors import UserError
 from decode.common.files import parse_json
 
 Content = str | tuple[str, str] | Messages
-"""A text, a (prompt, answer) pair, or the messages of a chat."""
+"""A text, a (prompt, answer) pair, or the messages of a chat. The content of a message is a text, or where images are
+read a list of texts ({type: text, text: …}) and images ({type: image, image: …})."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 """{how data sets name who speaks, in small letters: the role}."""
 LISTED = 12  # how many of a row's columns an error names
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a content that are texts
+IMAGE_PARTS = ("image", "image_url", "input_image")  # those that are images
+IMAGES = ("images", "image")
+"""Columns of a row's images, of which the first one that is not empty is read."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Row:
     whole: bool = False  # `prompt` is a text that can be learned as a whole
     columns: tuple[str, ...] = ()  # those that were read
     unused: tuple[str, ...] = ()  # those that were not, and hold something
+    images: tuple[Any, ...] = ()  # what a column of IMAGES holds
 
     def question(self) -> str | Messages | None:
         """The prompt; of a chat all before its last reply. None for a chat in which nobody asks."""
@@ -106,11 +111,14 @@ class Row:
         return f"{line}; not used: {', '.join(self.unused)}" if self.unused else line
 
 
-def read_row(item: DatasetRow, answered: bool, column: str = "", answer: str = "") -> Row | None:
+def read_row(
+    item: DatasetRow, answered: bool, column: str = "", answer: str = "", with_images: bool = False
+) -> Row | None:
     """What the row means; None if it has columns for a prompt and they are empty. Answers are read if `answered`.
 
     `column` and `answer` name the columns of the prompt and of its answer; empty: found by FORMS. UserError, which says
-    where the row stands, for columns that are none of these and for values that are no prompt.
+    where the row stands, for columns that are none of these, for values that are no prompt, and for images in a prompt
+    unless they are read `with_images`: as the row has them, None for one that stands in a column of IMAGES.
     """
     fields, where = item.fields, item.location
     for name in (column, answer):
@@ -126,7 +134,7 @@ def read_row(item: DatasetRow, answered: bool, column: str = "", answer: str = "
             f"{', '.join([*fields][:LISTED]) or 'none'}{more}"
         )
     for form in found:
-        prompt = _text_or_chat(fields[form.column], item.name(form.column), form.chat)
+        prompt = _text_or_chat(fields[form.column], item.name(form.column), form.chat, with_images)
         if prompt is not None:
             break
     else:
@@ -159,8 +167,12 @@ def read_row(item: DatasetRow, answered: bool, column: str = "", answer: str = "
     columns += [TOOLS] if tools else []
     arguments = read_arguments(item)
     columns += [ARGUMENTS] if arguments else []
+    held = next((name for name in IMAGES if with_images and fields.get(name)), None)
+    columns += [held] if held else []
+    found_images = fields[held] if held else []
+    images = tuple(found_images if isinstance(found_images, list) else [found_images])
     unused = tuple(name for name, v in fields.items() if name not in columns and v is not None)
-    return Row(prompt, reply, tools, arguments, form.whole, tuple(columns), unused)
+    return Row(prompt, reply, tools, arguments, form.whole, tuple(columns), unused, images)
 
 
 def drop_arrow_nulls(
@@ -200,15 +212,20 @@ def check_said(chat: Messages, where: str) -> None:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """A message's content; "" if it only calls tools."""
-    return message.get("content") or ""
+    """A message's content; "" if it only calls tools. An image is a line with its name."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part[part["type"]] for part in content)
 
 
 def _as_chat(said: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
-def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages | None:
+def _text_or_chat(
+    value: Any, what: str, chat: bool = False, with_images: bool = False
+) -> str | Messages | None:
     """The text, or the checked messages of a list or of its JSON; None if there is nothing.
 
     UserError for anything else, and with `chat` for a text that is not the JSON of messages.
@@ -217,7 +234,7 @@ def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages |
     if value is None or value == [] or (isinstance(value, str) and value.strip() == ""):
         return None
     if isinstance(value, list):
-        return [_read_message(item, what) for item in value]
+        return [_read_message(item, what, with_images) for item in value]
     if chat and isinstance(value, str):
         raise UserError(
             f"{what} is no list of messages, nor the JSON of one: correct it, or name another column "
@@ -228,8 +245,9 @@ def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages |
     return value
 
 
-def _read_message(item: Any, what: str) -> dict[str, Any]:
-    """The message without its empty fields, its role by its usual name, its content as text.
+def _read_message(item: Any, what: str, with_images: bool) -> dict[str, Any]:
+    """The message without its empty fields, its role by its usual name, its content as text, or `with_images` as parts
+    of which some are images.
 
     UserError unless it has a role, and a text (or parts that are texts) or the calls of tools.
     """
@@ -256,14 +274,33 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
     if isinstance(content, list) and content and all(map(_is_text, content)):
         texts = (part if isinstance(part, str) else part["text"] for part in content)
         message["content"] = "\n".join(texts)
-    complete = isinstance(message.get("content"), str) or (
-        "content" not in message and calls and message.get("role") == "assistant"
+    content = message.get("content")
+    if with_images and isinstance(content, list):
+        message["content"] = [_read_part(part, what) for part in content]
+    complete = (
+        isinstance(content, str)
+        or (with_images and isinstance(content, list) and len(content) > 0)
+        or ("content" not in message and calls and message.get("role") == "assistant")
     )
     if not isinstance(message.get("role"), str) or not complete:
         raise UserError(
             f"{what}: every message needs `role` and `content` as text, not {item!r:.60}"
         )
     return message
+
+
+def _read_part(part: Any, what: str) -> dict[str, Any]:
+    """A part of a content as {type: text, text: …} or {type: image, image: …}, the image as the part has it, None if it
+    only says where one stands. UserError for anything else."""
+    if _is_text(part):
+        return {"type": "text", "text": part if isinstance(part, str) else part["text"]}
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
+        raise UserError(f"{what}: of a content texts and images are read, not {part!r:.60}")
+    names = ("image", "image_url", "url", "path")
+    source = next((part[name] for name in names if part.get(name)), None)
+    if isinstance(source, dict) and "url" in source:
+        source = source["url"]
+    return {"type": "image", "image": source}
 
 
 def _read_call(call: Any, what: str) -> Any:

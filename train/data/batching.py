@@ -7,7 +7,7 @@ position of a prompt is supervised (it predicts the first token of the answer); 
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -39,6 +39,8 @@ class Batch:
     # [B, T] int64, number of the row that each token belongs to; None: unpacked
     documents: Tensor | None = None
     draw: int = 0  # number of the step, which seeds what a family draws anew for each row
+    # {number of a row with images: their files}
+    images: dict[int, list[str]] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> "Batch":
         moved = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -50,6 +52,14 @@ class Batch:
         if self.documents is None:
             return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return document_positions(self.input_ids, self.documents)
+
+    def row_tokens(self, number: int) -> Tensor:
+        """[L] the tokens of a row; if rows are not packed, with the padding behind them, which no earlier state depends
+        on."""
+        line, column = self.starts[number]
+        if self.documents is None:
+            return self.input_ids[line, column:]
+        return self.input_ids[line][self.documents[line] == number]
 
 
 def shuffled_index(n: int, seed: int, place: int, source: int = 0) -> int:
@@ -83,8 +93,8 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
     Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left; a warning where
     more than WORTH_SAYING of all labels are cut off.
     """
-    masks = map(label_mask, rows)
-    counts = np.array([(mask.sum(), mask[:max_length].sum()) for mask in masks]).reshape(-1, 2)
+    both = ((label_mask(row), label_mask(truncate_row(row, max_length))) for row in rows)
+    counts = np.array([(whole.sum(), cut.sum()) for whole, cut in both]).reshape(-1, 2)
     (labels, left), kept = counts.sum(0), np.flatnonzero(counts[:, 1])
     if 0 < left < (1 - WORTH_SAYING) * labels and os.environ.get("RANK", "0") == "0":
         warn_once(
@@ -100,11 +110,14 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
 
 
 def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
+    """The first `max_length` tokens of a row; without labels where that cuts its images."""
     if len(row["input_ids"]) <= max_length:
         return row
     spans = [
         [start, min(end, max_length)] for start, end in row["loss_spans"] if start < max_length
     ]
+    if any(end > max_length for _, end in row.get("image_spans", ())):
+        spans = []
     return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
 
 
@@ -114,10 +127,13 @@ def supervise_whole_row(row: SampleRow) -> SampleRow:
 
 
 def label_mask(row: SampleRow) -> np.ndarray:
-    """[T] bool: the tokens that are learned, those in a loss span; the first one has nothing that predicts it."""
+    """[T] bool: the tokens that are learned, those in a loss span; the first one has nothing that predicts it, and what
+    stands for an image is no text."""
     mask = np.zeros(len(row["input_ids"]), dtype=bool)
     for start, end in row["loss_spans"]:
         mask[max(start, 1) : end] = True
+    for start, end in row.get("image_spans", ()):
+        mask[start:end] = False
     return mask
 
 
@@ -171,6 +187,7 @@ def _place_rows(
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         ids=tuple(row["id"] for row in rows),
         starts=tuple(starts),
+        images={i: row["images"] for i, row in enumerate(rows) if "images" in row},
     )
     for row, (line, column), end in zip(rows, starts, ends, strict=True):
         batch.input_ids[line, column:end] = torch.tensor(row["input_ids"])

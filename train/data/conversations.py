@@ -19,6 +19,7 @@ from decode.common.chat.probe import assistant, user
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from eval.tasks.row_forms import Content, message_text
+from train.data.images import names_in
 from train.settings.data import TurnSelection
 
 INSTRUCTING = ("system", "developer")
@@ -60,6 +61,11 @@ class Prompt:
     def given(self) -> dict[str, Any]:
         """What its chat template is given beside what is asked."""
         return {"tools": self.tools, "arguments": self.arguments}
+
+    @property
+    def images(self) -> list[str]:
+        """The names of the images in its messages."""
+        return names_in(self.messages or [])
 
     @property
     def texts_asked(self) -> list[str]:

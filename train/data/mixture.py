@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,9 @@ from decode.common.target_record import difference
 from decode.common.typed_json import to_json
 from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
+from train.data.images import FOLDER
 from train.data.manifest import Manifest, load_set, read_manifest
-from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
+from train.data.sample_store import Rows, SampleRow, Subset, image_names, rows_digest
 from train.settings.data import DataSpec, MixturePart, Supervised
 
 
@@ -69,9 +71,12 @@ class Mixture(Rows):
         weights: Sequence[float],
         digests: Sequence[str] = (),
         whole: "Mixture | None" = None,
+        has_images: bool = False,
     ):
         """`digests` are the `rows_digest` of each set as it is on disk. `whole` has all rows of the sets where these
-        are limited: those whose features are stored."""
+        are limited: those whose features are stored. `has_images`: some rows hold images, by the paths of their files.
+        """
+        self.has_images = has_images
         self.sources, self.digests, self.whole = sources, list(digests), whole or self
         self.shares = [Fraction(str(weight)) for weight in weights]
         self.offsets = np.cumsum([0, *map(len, sources)])  # index of each source's first row
@@ -104,9 +109,9 @@ def load(
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
     With `supervise` all, the tokens of prompts are labels too. `seed` chooses the rows of a part with a limit.
-    UserError for a set that `check_tokenizer` refuses for the target, and as in `load_set`.
+    UserError for a set that `check_tokenizer` refuses for the target or that lacks an image, and as in `load_set`.
     """
-    parts, dropped = mixture_parts(data), 0
+    parts, dropped, has_images = mixture_parts(data), 0, False
     sources: list[Sequence[SampleRow]] = []
     digests: list[str] = []
     for part in parts:
@@ -117,16 +122,36 @@ def load(
         rows, rows_dropped = batching.truncate_rows(stored, max_length)
         if supervise == "all":
             rows = Subset(rows, range(len(rows)), batching.supervise_whole_row)
+        if images := image_names(Path(part.path)):
+            has_images, folder = True, Path(part.path, FOLDER)
+            check_images(folder, images)
+            rows = Subset(rows, range(len(rows)), partial(locate_images, folder))
         sources.append(rows)
         dropped += rows_dropped
-    whole = Mixture(sources, [part.weight for part in parts], digests)
+    whole = Mixture(sources, [part.weight for part in parts], digests, has_images=has_images)
     if not any(part.limit for part in parts):
         return whole, dropped
     limited = [
         Subset(rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]))
         for part, rows in zip(parts, sources, strict=True)
     ]
-    return Mixture(limited, [part.weight for part in parts], digests, whole), dropped
+    return Mixture(limited, [part.weight for part in parts], digests, whole, has_images), dropped
+
+
+def check_images(folder: Path, names: Iterable[str]) -> None:
+    """UserError for an image that the set has no file of."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"image {folder / name} is missing: run the train/sample.py command again, which stores it"
+            )
+
+
+def locate_images(folder: Path, row: SampleRow) -> SampleRow:
+    """The row with the paths of its images in place of their names."""
+    if "images" not in row:
+        return row
+    return {**row, "images": [str(folder / name) for name in row["images"]]}
 
 
 class HasTokenizer(Protocol):

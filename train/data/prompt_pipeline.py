@@ -16,6 +16,7 @@ from decode.common.chat.choice import Arguments, TemplateSetting
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.common.target_record import ModelFingerprint
+from decode.engine.image_prompts import ImageReader, encode_chat
 from decode.model import compatibility
 from decode.model.loading import (
     check_tokenizer_size,
@@ -24,9 +25,10 @@ from decode.model.loading import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from decode.model.vision import image_token, is_vision_language
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
-from train.data.conversations import Conversation, Prompt, join_turns, prompt_text
+from train.data.conversations import Conversation, Prompt, join_turns, named, prompt_text
 from train.data.filters import (
     FILTERS,
     OVERLAPS,
@@ -36,6 +38,7 @@ from train.data.filters import (
     PromptFilter,
     learn_once,
 )
+from train.data.images import FoundImages, with_pictures
 from train.data.sources import (
     ANSWER_ADVICE,
     NO_PROMPTS,
@@ -81,6 +84,8 @@ class TargetTokenizer:
     """Which chat template the tokenizer renders with, and its arguments (`read_setting`)."""
     embedded: int | None = None
     """Tokens that the target embeds; None: not known."""
+    image_token: int | None = None
+    """The token that stands for a piece of an image; None: the target reads text only."""
 
     def check_embedded(self, conversation: Conversation) -> None:
         """UserError for a token that was added to the tokenizer and that the target does not embed."""
@@ -91,6 +96,12 @@ class TargetTokenizer:
     @cached_property
     def chat(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.template)
+
+    @cached_property
+    def images(self) -> ImageReader:
+        """Of a target that reads images. UserError if its processor cannot be loaded."""
+        assert self.image_token is not None
+        return ImageReader.load(self.name, self.revision, self.image_token, self.template)
 
     def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
         """The same with the chat template that `ChatTemplate.chosen` gives."""
@@ -109,6 +120,10 @@ class TokenizedPrompt:
     """Its own arguments of the chat template."""
     shared: int = 0
     """Tokens that it begins with as another one does, which has those of its labels that lie in them; 0 for none."""
+    images: tuple[str, ...] = ()
+    """The names of its images."""
+    image_spans: list[list[int]] = field(default_factory=list)
+    """The [start, end) of the placeholders of its images."""
 
     def tokens(self) -> int:
         """How many tokens must fit the context: those of the first prompt segment, or with replies all."""
@@ -132,6 +147,7 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
         eos=frozenset({*listed, tokenizer.eos_token_id} - {None}),
         encoder_decoder=config.is_encoder_decoder,
         embedded=text.vocab_size,
+        image_token=image_token(config) if is_vision_language(config) else None,
     )
 
 
@@ -145,6 +161,8 @@ def load_prompts(
     """
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
+    if reader.image_token is not None and s.origin != "text":
+        log.images = FoundImages()
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
     filters = PromptFilter(s.filters, evaluation_texts(s.decontaminate))
     marks = reader.chat.marks
@@ -167,6 +185,9 @@ def load_prompts(
             dropped[reason] += 1
         else:
             one = TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments)
+            if images := prompt.images:
+                spans = reader.images.spans(packed.prompt_segments[0])
+                one = replace(one, images=tuple(images), image_spans=spans)
             (windows if is_window else kept).append(one)
     log.check_share()
     if s.origin == "text" and not reader.encoder_decoder:
@@ -232,8 +253,11 @@ def _convert(
     first = prompts[0]
     try:
         if s.origin != "text":
-            asked = conversations.conversations_without_replies(reader.chat, prompts, s.turns)
-            found = list(zip(prompts, asked, strict=True))
+            of_text = [prompt for prompt in prompts if not prompt.images]
+            asked = iter(conversations.conversations_without_replies(reader.chat, of_text, s.turns))
+            found = [
+                (p, _encode_images(s, p, reader, log) if p.images else next(asked)) for p in prompts
+            ]
         elif reader.encoder_decoder:
             found = [(first, conversations.encoder_pair(reader.chat, first))]
         elif first.tokens is not None:
@@ -243,8 +267,9 @@ def _convert(
             found = [(first, whole)]
         else:
             found = conversations.split_into_windows(reader.tokenizer, first, s.window)
-        for _, conversation in found:
-            reader.check_embedded(conversation)
+        for prompt, conversation in found:
+            if not prompt.images:  # a placeholder of an image may be no token of the target
+                reader.check_embedded(conversation)
     except UserError as error:
         if len(prompts) > 1:  # tokenised one by one, only the refused one is lost
             return [pair for one in prompts for pair in _convert(s, [one], reader, log)]
@@ -252,6 +277,21 @@ def _convert(
             log.refuse(f"{first.location}: {error}" if first.location else str(error))
         return []
     return found
+
+
+def _encode_images(
+    s: PromptConfig, prompt: Prompt, reader: TargetTokenizer, log: ReadLog
+) -> Conversation:
+    """The prompt segment of a chat with images. UserError for one of which several replies are asked."""
+    assert log.images is not None
+    messages = prompt.messages or []
+    if s.turns == "all" and any(message["role"] == "assistant" for message in messages):
+        raise UserError("a chat with images gets its last reply alone: set turns to last")
+    pictures = map(log.images.open, prompt.images)
+    with named(prompt):
+        chat = with_pictures(messages, pictures)
+        encoded = encode_chat(reader.images.processor, chat, prompt.tools, prompt.arguments)
+    return Conversation([encoded.ids], [])
 
 
 def has_replies(prompt: Prompt) -> bool:

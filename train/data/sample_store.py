@@ -8,6 +8,7 @@ a finished set has.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +25,15 @@ from decode.common.files import write_atomically
 from decode.common.target_record import ModelFingerprint
 from decode.common.typed_json import from_json, to_json
 
-OPTIONAL = {"chat_template_kwargs": pa.string(), "shared_prefix": pa.int32()}
+OPTIONAL = {
+    "chat_template_kwargs": pa.string(),
+    "shared_prefix": pa.int32(),
+    "images": pa.list_(pa.string()),
+    "image_spans": pa.list_(pa.list_(pa.int32())),
+}
 """Columns that most rows leave empty, and that shards of earlier versions do not have."""
+OF_IMAGES = ("images", "image_spans")
+"""Columns that shards without images do not have."""
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.string(), nullable=False) for name in ("id", "source", "origin")),
@@ -54,6 +62,8 @@ class SampleRow(TypedDict):
     chat_template_kwargs: NotRequired[str]  # JSON: the row's own arguments of the chat template
     # tokens that it begins with as another row does, which has those of its labels that lie in them
     shared_prefix: NotRequired[int]
+    images: NotRequired[list[str]]  # names of files of the set's folder images, in their order
+    image_spans: NotRequired[list[list[int]]]  # the [start, end) of their placeholders
 
 
 class Rows(Sequence[SampleRow]):
@@ -143,7 +153,9 @@ def write_shard(
     path = folder / "shards" / f"{name or digest}.parquet"
     if path.exists():
         raise FileExistsError(f"{path} holds samples: overwriting it would lose them")
-    table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata(target_metadata(target)))
+    with_images = any("images" in row for row in rows)
+    columns = [field for field in SCHEMA if with_images or field.name not in OF_IMAGES]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(columns, target_metadata(target)))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_atomically(path, sink.getvalue().to_pybytes())
@@ -175,11 +187,12 @@ def target_of(schema: pa.Schema) -> ModelFingerprint | None:
 
 
 def rows_digest(rows: Iterable[SampleRow]) -> str:
-    """16 hex digits of the rows' ids, tokens and loss spans, in whatever order and shards they are."""
+    """16 hex digits of the rows' ids, tokens, loss spans and images, in whatever order and shards they are."""
     total = 0
     for row in rows:
         sha = hashlib.sha256(f"{row['id']} {len(row['input_ids'])} {row['loss_spans']}".encode())
         sha.update(np.ascontiguousarray(row["input_ids"], dtype=np.int32).data)
+        sha.update(" ".join(row.get("images", ())).encode())
         total += int.from_bytes(sha.digest()[:8], "little")
     return f"{total % 2**64:016x}"
 
@@ -221,6 +234,12 @@ def row_arguments(folder: Path) -> Iterator[dict[str, Any]]:
     for path in shard_paths(folder):
         for text in _read(path, ["chat_template_kwargs"]).column(0).to_pylist():
             yield json.loads(text or "{}")
+
+
+def image_names(folder: Path) -> set[str]:
+    """The names of all images of the set. UserError for a damaged shard."""
+    rows = (_read(path, ["images"]).column(0).to_pylist() for path in shard_paths(folder))
+    return {name for names in itertools.chain.from_iterable(rows) for name in names or ()}
 
 
 def ids_in(path: Path, check_rows: bool = False) -> list[str]:

@@ -17,6 +17,7 @@ from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
 from train.data.conversations import Prompt, make_prompt, prompt_text
+from train.data.images import FoundImages
 from train.data.traces import read_tokens, unfold
 from train.settings.data import PromptSource
 
@@ -53,6 +54,8 @@ class ReadLog:
     """The place of each prompt that was rendered with the target's chat template already, and the mark in it."""
     joined: str = ""
     """What rows that begin alike had in common."""
+    images: FoundImages | None = None
+    """Those of the prompts; None where texts alone are read."""
 
     def refuse(self, error: str) -> None:
         """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
@@ -248,9 +251,14 @@ def _read_row(
     if tokens is not None:
         log.forms.setdefault((label,), f"{label}: read as token ids and labels")
         return make_prompt(label, tokens, location=where)
-    row = read_row(item, answered, source.column, source.response)
+    row = read_row(item, answered, source.column, source.response, log.images is not None)
     content = None if row is None else row.answered() if answered else row.question()
     if row is not None and content is not None:
+        if log.images is not None and not isinstance(content, tuple):
+            path = Path(source.path)
+            folder = path if path.is_dir() else path.parent
+            of_file = folder if source.kind == "file" else None
+            content = log.images.place(content, row, where, of_file)
         if isinstance(content, list):
             check_said(content, where)
         if (label, *row.columns) not in log.forms:

@@ -40,6 +40,9 @@ class AnswerCheck:
         self.read += len(row.ids)
         if row.ids and not 0 <= min(row.ids) <= max(row.ids) < self.vocab_size:
             tally.add("tokens outside the vocabulary", row)
+        shown = [range(*span) for span in row.row.get("image_spans", ())]
+        if within := sum(len({*span} & {*range(*x)}) for span in shown for x in row.spans):
+            tally.add("images are supervised", row, within)
         if lost := int(row.labels[self.max_length :].sum()):
             tally.add("rows longer than training reads", row, lost)
         if labels > 0 and not row.is_window:

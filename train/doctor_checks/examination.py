@@ -142,7 +142,8 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
             own = json.loads(row.get("chat_template_kwargs", "null"))
-            yield SeenRow(name, row, *renderings.of(setting, own), i in chosen)
+            again = i in chosen and "images" not in row  # their placeholders are no rendered text
+            yield SeenRow(name, row, *renderings.of(setting, own), again)
 
 
 def examine_prompts(

@@ -80,6 +80,9 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("tokens outside the vocabulary", STOPS, "rows",
         "{share} of the rows hold ids that the target has no embedding for: training ends there",
         "use the target that the samples were made with"),
+    FindingKind("images are supervised", STOPS_OR_COSTS, "rows",
+        "{share} of the rows have loss spans over what stands for an image, which is no text: training leaves {tokens} "
+        "tokens of them out", "make the set again with train/sample.py, whose spans are answers alone"),
     FindingKind("special token inside a reply", COSTS, "answers",
         "{share} of the answers hold {tokens_in_words} that are special tokens and not their end ({specials}): engines "
         "end or hide the text there, so drafts learn what is never shown",

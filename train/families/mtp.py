@@ -35,7 +35,7 @@ from train.families.settings.heads import MtpSettings
 def build_mtp(context: FamilyContext, s: MtpSettings) -> TrainableDraft:
     net = init_mtp(s, context.target, context.device)
     # config.json is the target's, without its folder's path.
-    fields = context.target.runner.model.config.to_dict()
+    fields = context.target.runner.config.to_dict()
     config = {key: value for key, value in fields.items() if not key.startswith("_")}
     config["num_nextn_predict_layers"] = 1
     return TrainableMtp(context, s, net, config, MtpTrainer, MtpDraft)

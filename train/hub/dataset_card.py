@@ -47,6 +47,10 @@ def read_stats(folder: Path, target: str = "") -> DatasetStats:
     UserError for a set that is damaged or not finished, as in `load_set`, for another tokenizer, and for a secret.
     """
     made, samples = load_set(folder)
+    if sample_store.image_names(folder):
+        raise UserError(
+            f"{folder} holds images, which are not published: what they show and say of their maker is not searched"
+        )
     tokenizer = load_tokenizer(target or made.target, None if target else made.revision)
     if tokenizer_fingerprint(tokenizer) != made.tokenizer_hash:
         raise UserError(

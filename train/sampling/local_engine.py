@@ -9,11 +9,11 @@ from pathlib import Path
 from decode.common.damage import warn
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.progress import ProgressBars
-from decode.common.target_record import ModelFingerprint
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
 from train.data import sample_store
-from train.data.prompt_pipeline import TokenizedPrompt
+from train.data.images import FOLDER, StoredInputs
+from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 
@@ -26,11 +26,12 @@ which takes 1 % or 2 % more steps than one stream of all prompts."""
 def generate_answers(
     s: SampleConfig,
     engine: SpeculativeEngine,
-    identity: ModelFingerprint | None,
+    reader: TargetTokenizer,
     prompts: Sequence[TokenizedPrompt],
     bars: ProgressBars,
 ) -> Counter[str]:
-    """Generates the replies to `prompts` and writes them as shards of the target `identity`.
+    """Generates the replies to `prompts` and writes them as shards of the target that `reader` identifies. Images are
+    those that are stored in `out` already.
 
     Returns {why prompts failed: how many}. A prompt for which the target gives NaN fails alone: the other prompts that
     were being decoded begin again, with the same answers. UserError if more than `max_bad_rows` of all prompts, and
@@ -42,12 +43,13 @@ def generate_answers(
     bar = bars.add_task("answering", total=len(prompts), speed="")
     tokens, start = 0, time.perf_counter()
     failures = Counter[str]()
-    with ShardWriter(s, identity) as writer:
+    with ShardWriter(s, reader.identity) as writer:
         for group in group_by_turns(prompts, GROUP_BATCHES * s.batch_size, s.shard_rows):
             waiting = [ConversationState(prompt) for prompt in group]
             while waiting:
                 states, continued = dict(enumerate(waiting)), {}
                 outputs = {i: DecodeRecord(state.prompt_ids()) for i, state in states.items()}
+                images = [stored_images(s, state, reader) for state in states.values()]
                 waiting = []
                 try:
                     for record in engine.speculate(
@@ -55,6 +57,7 @@ def generate_answers(
                         rows=s.batch_size,
                         max_new_tokens=s.max_new_tokens,
                         seeds=[reply_seed(state.seed_key(), s.seed) for state in states.values()],
+                        images=images if any(one is not None for one in images) else None,
                     ):
                         add_record(outputs[record.prompt], record)
                         tokens += len(record.tokens)
@@ -87,6 +90,14 @@ def generate_answers(
                     waiting = list(states.values())
                 waiting += [continued[i] for i in sorted(continued)]
     return failures
+
+
+def stored_images(
+    s: SampleConfig, state: ConversationState, reader: TargetTokenizer
+) -> StoredInputs | None:
+    """The images of a conversation's next prompt; None if it has none."""
+    paths = [str(Path(s.out, FOLDER, name)) for name in state.prompt.images]
+    return StoredInputs(reader.images, state.prompt_ids(), paths) if paths else None
 
 
 def group_by_turns(

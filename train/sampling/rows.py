@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from decode.common.target_record import ModelFingerprint
@@ -101,12 +103,23 @@ class ShardWriter:
         self.rows = []
 
 
+def up_to_image_token(reply: Sequence[int], placeholders: Collection[int]) -> Sequence[int]:
+    """A reply up to where the target writes the token of an image, which no image stands behind."""
+    return list(itertools.takewhile(lambda token: token not in placeholders, reply))
+
+
 def make_row(
     s: SampleConfig, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str
 ) -> sample_store.SampleRow:
     """A finished conversation as a row of the sampled set; replies that are too short get no loss spans."""
-    ids, spans = join_turns(conversation.prompt_segments, conversation.replies)
-    long_enough = sum(map(len, conversation.replies)) >= s.filters.min_answer
+    replies = conversation.replies
+    if prompt.images:
+        placeholders = {conversation.prompt_segments[0][start] for start, _ in prompt.image_spans}
+        replies = [up_to_image_token(reply, placeholders) for reply in replies]
+        if sum(map(len, replies)) < sum(map(len, conversation.replies)):
+            finish_reason = "length"
+    ids, spans = join_turns(conversation.prompt_segments, replies)
+    long_enough = sum(map(len, replies)) >= s.filters.min_answer
     row: sample_store.SampleRow = {
         "id": prompt.id,
         "source": prompt.source,
@@ -119,4 +132,6 @@ def make_row(
         row["chat_template_kwargs"] = json.dumps(prompt.arguments, ensure_ascii=False)
     if prompt.shared:
         row["shared_prefix"] = prompt.shared
+    if prompt.images:
+        row["images"], row["image_spans"] = list(prompt.images), prompt.image_spans
     return row

@@ -1,12 +1,15 @@
 """The live target as teacher: hidden states at the taps, and final ones from which the LM head makes logits."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.engine.image_prompts import ImageReader
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.layer_stack import decoder_config
@@ -15,7 +18,9 @@ from decode.model.loading import Target
 from decode.model.recurrent import has_recurrent_layers
 from decode.model.runner import logits_only_at
 from decode.model.seq2seq import start_id
+from decode.model.vision import VisionRunner
 from train.data.batching import Batch
+from train.data.images import StoredInputs
 from train.losses import chunked_sums
 
 
@@ -43,10 +48,16 @@ def run_for_states(
     model: Any, input_ids: Tensor, position_ids: Tensor, taps: HiddenStateSpec
 ) -> Tensor:
     """Hidden states [B, T, F] of `model` at `taps` under the attention mask in force; no logits are computed."""
+    run = partial(model, input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    return states_of_pass(model, taps, run)
+
+
+def states_of_pass(model: Any, taps: HiddenStateSpec, run: Callable[[], Any]) -> Tensor:
+    """Hidden states [B, T, F] of `model` at `taps` while `run` calls it; no logits are computed."""
     hooks = HiddenStateHooks(model, taps)
     try:
         with logits_only_at(model, lambda hidden: hidden[:, :0]):
-            model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            run()
         return hooks.states()
     finally:
         hooks.remove()
@@ -64,7 +75,7 @@ class LiveTeacher:
     """The frozen target, run on every batch."""
 
     def __init__(self, target: Target, taps: HiddenStateSpec):
-        self.model = target.runner.model
+        self.target, self.model = target, target.runner.model
         self.taps = HiddenStateSpec(taps.layers, final=True)
         self.lm_head = LMHead(self.model)
         self.hidden: int = self.model.get_output_embeddings().in_features
@@ -85,10 +96,39 @@ class LiveTeacher:
         """
         begin_request()  # Medusa-2 and LayerSkip train in the target
         with torch.inference_mode():
-            states = compute_hidden_states(self.model, batch, self.taps)
+            if batch.images:
+                states = self._states_with_images(batch)
+            else:
+                states = compute_hidden_states(self.model, batch, self.taps)
         states = states.clone()  # autograd refuses to save tensors of inference mode
         final = states[..., -self.hidden :]
         return TeacherOutput(states[..., : -self.hidden] if self.taps.layers else final, final)
+
+    @cached_property
+    def images(self) -> ImageReader:
+        """How the target reads images. UserError if its processor cannot be loaded."""
+        return ImageReader.of(self.target)
+
+    def _states_with_images(self, batch: Batch) -> Tensor:
+        """`compute_hidden_states` of a batch in which some rows hold images: each of these is read alone, as in
+        decoding, so that the states of its images are the target's own."""
+        runner = self.target.runner
+        assert isinstance(runner, VisionRunner)
+        shape = batch.input_ids.shape
+        width = self.hidden * (len(self.taps.layers) + 1)
+        if len(batch.images) < len(batch.starts):
+            # A placeholder may be no token of the target.
+            is_image = batch.input_ids == self.images.placeholder
+            text = replace(batch, input_ids=batch.input_ids.masked_fill(is_image, 0))
+            states = compute_hidden_states(self.model, text, self.taps)
+        else:
+            states = torch.zeros(*shape, width, dtype=self.model.dtype, device=self.model.device)
+        for number, files in batch.images.items():
+            tokens, (line, column) = batch.row_tokens(number), batch.starts[number]
+            inputs = StoredInputs(self.images, tokens.tolist(), files)
+            run = partial(runner.forward_with_images, tokens[None], inputs, use_cache=False)
+            states[line, column : column + len(tokens)] = states_of_pass(self.model, self.taps, run)
+        return states
 
 
 def compute_answer_states(
@@ -112,17 +152,13 @@ def compute_answer_states(
     steps = position[: input_ids.shape[1] - int(length.min()) + 1]
     read = input_ids.gather(1, (start + steps).clamp_max(input_ids.shape[1] - 1))
     read[:, 0] = start_id(model)
-    hooks = HiddenStateHooks(model, taps)
-    try:
-        with logits_only_at(model, lambda hidden: hidden[:, :0]):
-            model(
-                input_ids=input_ids[:, :width],
-                attention_mask=(position[:width] < length[:, None]).long(),
-                decoder_input_ids=read,
-                use_cache=False,
-            )
-        states = hooks.states()
-    finally:
-        hooks.remove()
+    run = partial(
+        model,
+        input_ids=input_ids[:, :width],
+        attention_mask=(position[:width] < length[:, None]).long(),
+        decoder_input_ids=read,
+        use_cache=False,
+    )
+    states = states_of_pass(model, taps, run)
     at = (position - start).clamp(0, states.shape[1] - 1)
     return states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))

@@ -54,7 +54,7 @@ class ServedTeacher(LiveTeacher):
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
         """Hidden states of the rows of a batch; values at padding are undefined. UserError if the server fails."""
-        texts = [_row_tokens(batch, number) for number in range(len(batch.starts))]
+        texts = [batch.row_tokens(number).tolist() for number in range(len(batch.starts))]
         states = asyncio.run(self._request_all(texts))
         shape = (*batch.input_ids.shape, len(self.layers), self.hidden)
         placed = torch.zeros(shape, dtype=self.model.dtype)
@@ -158,12 +158,3 @@ def take_states(file: Path, ids: list[int]) -> Tensor:
     if tokens != ids or len(states) != len(ids):
         raise ForeignReplyError("the states are those of other tokens")
     return states
-
-
-def _row_tokens(batch: Batch, number: int) -> list[int]:
-    """The tokens of a row; if rows are not packed, with the padding behind them, which no earlier state depends on."""
-    line, column = batch.starts[number]
-    tokens = batch.input_ids[line]
-    if batch.documents is None:
-        return tokens[column:].tolist()
-    return tokens[batch.documents[line] == number].tolist()

@@ -10,11 +10,14 @@ from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.engine.engine import decode
+from decode.engine.image_prompts import ImageReader
 from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance
 from train.data.conversations import Prompt, encode_prompt
+from train.data.images import StoredInputs
+from train.data.mixture import Mixture
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, read_prompts
 from train.settings.data import PromptSource
@@ -25,7 +28,8 @@ class AcceptanceEval:
     """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain.
 
     They are rendered with the settings of the chat template in `templates` (`read_setting`), each in turn. With an
-    encoder-decoder as target they are those of the first `rows`.
+    encoder-decoder as target they are those of the first `rows`, and where `rows` hold images those of the first that
+    do.
     """
 
     def __init__(
@@ -33,16 +37,26 @@ class AcceptanceEval:
         s: AcceptanceEvalConfig,
         target: Target,
         seed: int,
-        rows: Sequence[SampleRow] = (),
+        rows: Mixture | None = None,
         templates: Sequence[dict[str, Any]] = ({},),
     ):
         check_draft_length(target, s.k, "check.k")
         self.config, self.target, self.seed = s, target, seed
-        if target.is_encoder_decoder:
-            self.prompts = [
-                [int(token) for token in row["input_ids"][: row["loss_spans"][0][0]]]
-                for row in rows[: s.prompts]
+        self.images: list[StoredInputs] | None = None
+        own: list[SampleRow] = []
+        if rows is not None and target.is_encoder_decoder:
+            own = rows[: s.prompts]
+        elif rows is not None and rows.has_images:
+            # Where all tokens are learned, no row says where its answer begins.
+            shown = (row for row in rows if "images" in row and row["loss_spans"][0][0] > 0)
+            own = list(itertools.islice(shown, s.prompts))
+        self.prompts = [prompt_of(row) for row in own]
+        if own and not target.is_encoder_decoder:
+            reader, files = ImageReader.of(target), [row["images"] for row in own]
+            self.images = [
+                StoredInputs(reader, *one) for one in zip(self.prompts, files, strict=True)
             ]
+        if own:
             return
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
@@ -72,6 +86,7 @@ class AcceptanceEval:
             sampling=SamplingParams(temperature=1.0),
             max_new_tokens=s.max_new_tokens,
             seed=self.seed,
+            images=self.images,
         )
         self.target.runner.capture_hidden_states(None)  # training installs its own hooks
         found = Acceptance.of(samples, s.k)
@@ -79,6 +94,11 @@ class AcceptanceEval:
         for i, alpha in enumerate(found.alpha_by_position, 1):
             values[f"accept/alpha_{i}"] = alpha.value
         return {name: value for name, value in values.items() if value is not None}
+
+
+def prompt_of(row: SampleRow) -> list[int]:
+    """The tokens before a row's first answer."""
+    return [int(token) for token in row["input_ids"][: row["loss_spans"][0][0]]]
 
 
 def _renders(template: ChatTemplate, prompt: Prompt) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessor, LlavaProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from decode import generate
 from decode.common.errors import UserError
@@ -27,16 +26,15 @@ from decode.model.vision import VisionRunner
 from decode.verification.tree import DynamicTree
 from tests.heads import random_draft
 from tests.params import slow_except
-from tests.seq2seq import letter_tokenizer
 from tests.tiny import noisy, tiny_model, tiny_target
 from tests.vision import (
-    LLAMA,
     TEXT,
     VARIANTS,
     VISION,
     Prompt,
     generated,
     image_prompt,
+    llava_folder,
     text_prompt,
     vision_model,
     vision_target,
@@ -223,37 +221,6 @@ def test_images_that_cannot_be_read_are_refused() -> None:
 
 
 # ---- from files ----
-
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
-
-
-def llava_folder(folder: Path) -> Path:
-    """A LLaVA with its processor in `folder`, which also holds red.png and blue.png."""
-    tokenizer = letter_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    text = LLAMA | {"vocab_size": len(tokenizer), "eos_token_id": 1}
-    settings = VARIANTS["llava"].settings | {"text_config": text}
-    token = tokenizer.convert_tokens_to_ids("<image>")
-    config = AutoConfig.for_model("llava", **(settings | {"image_token_index": token}))
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" not in name:
-                torch.nn.init.normal_(value, std=0.25)
-    model.save_pretrained(folder)
-    pixels = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    LlavaProcessor(
-        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1, chat_template=TEMPLATE,
-    ).save_pretrained(folder)  # fmt: skip
-    for color in ("red", "blue"):
-        Image.new("RGB", (40, 30), color).save(folder / f"{color}.png")
-    return folder
 
 
 def test_the_command_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

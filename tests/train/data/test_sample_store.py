@@ -13,6 +13,7 @@ from tests.rows import sample_row
 from tests.train.data.test_manifest import MANIFEST
 from train.data.manifest import write_manifest
 from train.data.sample_store import (
+    OPTIONAL,
     ROW_GROUP_SIZE,
     SCHEMA,
     SampleRow,
@@ -206,7 +207,7 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
             columns = {name: ["x"] * len(some) for name in ("source", "origin", "finish_reason")}
             columns |= {"id": [f"{start + i:016x}" for i in range(len(some))]}
             columns |= {"loss_spans": [[[100, 250]]] * len(some)}
-            columns |= dict.fromkeys(("chat_template_kwargs", "shared_prefix"), [None] * len(some))
+            columns |= dict.fromkeys(OPTIONAL, [None] * len(some))
             columns |= {"input_ids": pa.ListArray.from_arrays(offsets, some.reshape(-1))}
             table = pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
             path = folder / "shards" / f"{start:06d}.parquet"
