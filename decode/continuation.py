@@ -212,10 +212,8 @@ def generate(s: GenerateConfig) -> None:
         raise UserError(f"{s.prompt_file} is empty: write the prompt into it")
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
-    if s.swift != SwiftConfig() and s.draft != "swift":
-        raise UserError("swift is a setting of --draft swift")
-    if s.state and s.draft != "swift" and not s.learn:
-        raise UserError("state is a setting of --draft swift and of --learn true")
+    if (s.swift != SwiftConfig() or (s.state and not s.learn)) and s.draft != "swift":
+        raise UserError("swift and state are settings of --draft swift, and state of --learn true")
     target = open_target(s, [s.draft])
     check_draft_length(target, s.k)
     if s.draft == "swift":
