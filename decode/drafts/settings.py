@@ -21,7 +21,7 @@ from decode.common.ranges import (
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
 
 MAX_BRANCHES = 16
-LEARN_RATE = 1.0
+LEARN_RATE = 5.0
 LearnRate = Annotated[float, above(0, 100)]
 
 

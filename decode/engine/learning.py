@@ -44,7 +44,7 @@ SHARPNESS = 4
 """The power of the cosine of two states by which they are alike: states of one model all have much in common."""
 ROUND_POSITIONS = 64
 """Positions that are learned of a round at most, however many rows it has."""
-WINDOW, MARGIN = 512, 0.01
+WINDOW, MARGIN = 2048, 0.01
 """Positions after which learning is judged, and what it must gain there of the overlap of p and q, which is the
 probability that a token is accepted, to go on."""
 
@@ -73,10 +73,11 @@ class HeadUpdate(torch.nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[n, V] in fp32: what is added to the logits of states [n, H]."""
-        alike = likeness(F.normalize(states, dim=-1), self.directions)
-        parts = (alike[..., None] * self.errors).flatten(1)
+        used = min(int(self.learned), CAPACITY)
+        alike = likeness(F.normalize(states, dim=-1), self.directions[:used])
+        parts = (alike[..., None] * self.errors[:used]).flatten(1)
         change = torch.zeros(len(states), self.columns, device=states.device)
-        return change.scatter_add_(1, self.tokens.flatten().expand_as(parts), parts)
+        return change.scatter_add_(1, self.tokens[:used].flatten().expand_as(parts), parts)
 
     def learn(self, states: Tensor, errors: Tensor, rate: float) -> None:
         """A step of size `rate` at each of the states [n, H], n at most CAPACITY, whose errors are p - q [n, V].
@@ -151,21 +152,20 @@ class LearningDraft(DraftWrapper):
             write_atomically(self._file(folder), safetensors.torch.save(self.update.state_dict()))
 
     def load(self, folder: str) -> None:
-        """Goes on from what was kept in `folder`, if anything of its target. UserError if that is of another draft, or
-        damaged."""
+        """Goes on from what was kept in `folder`, if anything of its target. UserError if that is damaged."""
         file = self._file(folder)
         if file.is_file():
             self.update = HeadUpdate(self.head.module, self.runner.device)
             try:
                 self.update.load_state_dict(safetensors.torch.load(file.read_bytes()))
             except (SafetensorError, RuntimeError) as error:
-                raise UserError(
-                    f"{file} is damaged, or of another draft than {self.name!r} ({one_line(error)}): choose another "
-                    "folder"
-                ) from error
+                raise UserError(f"{file} is damaged ({one_line(error)}): remove it") from error
 
     def _file(self, folder: str) -> Path:
-        return Path(folder) / f"learned-{self.target.identity.weights}.safetensors"
+        """Another file for each target and each draft of another kind or size."""
+        head, weights = self.head.module, self.target.identity.weights
+        size = f"{head.in_features}x{head.out_features}"
+        return Path(folder) / f"learned-{self.name}-{size}-{weights}.safetensors"
 
     def _clear_round(self) -> None:
         # states [B, H] and output [B, Vd] of the head, for each drafted token
@@ -232,7 +232,7 @@ class LearningDraft(DraftWrapper):
 
     def _after_target(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         """Keeps the logits of the pass that verifies a proposal."""
-        if self.drafted and self.verified is None:
+        if self.drafted and self.verified is None and not self.is_drafting:
             self.verified = self.runner.widen_logits(output.logits)
 
     def _learn(self) -> None:
