@@ -660,7 +660,7 @@ def test_a_draft_that_learns_is_a_method_of_its_own(
 ) -> None:
     """Bug: the setting is dropped, changes the text, or its numbers pass for those of the saved draft."""
     alone = {"name": "causal", "draft": str(world.draft)}
-    learns = {**alone, "name": "learns", "learn": True, "learn_rate": 2.0}
+    learns = {**alone, "name": "learns", "learn": True, "learn_rate": 100.0}
     evaluate("--methods", json.dumps([alone, learns]), "--max_new_tokens", 24).ok()
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}

@@ -260,7 +260,7 @@ def test_what_is_judged_is_what_tokens_were_drawn_from(
 
     monkeypatch.setattr(LearningDraft, "_judge", keep)
     recorded = RecordingDraft(draft)
-    decode(own, recorded, PROMPTS[:1], k=K, sampling=SAMPLED, max_new_tokens=LENGTH)
+    decode(own, recorded, PROMPTS[:1], k=K, sampling=SAMPLED, max_new_tokens=40)
     drawn = [proposal.q[0] for proposal in recorded.proposals[1:] if proposal.q is not None]
     assert len(judged) > 5
     assert max(moved) > 0.01
