@@ -36,9 +36,9 @@ from decode.model.hidden_states import LogitTransform
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams, warp
 
-CAPACITY = 1024
+CAPACITY = 512
 """Positions of which states and errors are kept; a new one takes the place of the oldest."""
-ERROR_TOKENS = 16
+ERROR_TOKENS = 8
 """Tokens of a position whose errors are kept, the largest ones."""
 SHARPNESS = 4
 """The power of the cosine of two states by which they are alike: states of one model all have much in common."""
@@ -168,8 +168,8 @@ class LearningDraft(DraftWrapper):
         return Path(folder) / f"learned-{self.name}-{size}-{weights}.safetensors"
 
     def _clear_round(self) -> None:
-        # states [B, H] and output [B, Vd] of the head, for each drafted token
-        self.drafted: list[tuple[Tensor, Tensor]] = []
+        # of each drafted token: states [B, H] and outputs [B, Vd] of the head, its own and with the change
+        self.drafted: list[tuple[Tensor, Tensor, Tensor]] = []
         self.verified: Tensor | None = None  # [B, N + 1, V] the target's logits
         self.counts: dict[int, int] = {}  # positions on the true text, of rows that were decoded
 
@@ -224,11 +224,12 @@ class LearningDraft(DraftWrapper):
         """The output [B, T, Vd] of the head with the change, and nothing else, in passes of `propose`."""
         if not self.is_drafting:
             return None
-        states, own = args[0][:, -1].float(), output[:, -1]
-        self.drafted.append((states, own))
-        if self.update is None:
-            return None
-        return output + (self.update(states) / self.head.transform.scale).to(output.dtype)[:, None]
+        states, changed = args[0][:, -1].float(), output
+        if self.update is not None:
+            change = self.update(states) / self.head.transform.scale
+            changed = output + change.to(output.dtype)[:, None]
+        self.drafted.append((states, output[:, -1], changed[:, -1]))
+        return changed
 
     def _after_target(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         """Keeps the logits of the pass that verifies a proposal."""
@@ -247,16 +248,16 @@ class LearningDraft(DraftWrapper):
             return
         few = places[:: 1 + len(places) // ROUND_POSITIONS]
         row, at = torch.tensor(few, device=logits.device).unbind(1)
-        states, own = (torch.stack(x, 1)[row, at].float() for x in zip(*drafted, strict=True))
-        target = logits[row, at].float()
-        if self.update is None:
-            self.update = HeadUpdate(self.head.module, states.device)
-        before = self.head.transform(own)
-        after = self.head.transform(own + self.update(states) / self.head.transform.scale)
-        if int(self.update.learned) > 0:
-            self._judge(target, before, after)
+        states, own, changed = (
+            torch.stack(x, 1)[row, at].float() for x in zip(*drafted, strict=True)
+        )
+        target, after = logits[row, at].float(), self.head.transform(changed)
+        if self.update is not None:
+            self._judge(target, self.head.transform(own), after)
         if self.is_learning:
-            p = self._columns(target.softmax(-1), own.shape[1])
+            if self.update is None:
+                self.update = HeadUpdate(self.head.module, states.device)
+            p = self._columns(target.softmax(-1), after.shape[1])
             self.update.learn(states, p - p.sum(-1, keepdim=True) * after.softmax(-1), self.rate)
 
     def _judge(self, target: Tensor, before: Tensor, after: Tensor) -> None:

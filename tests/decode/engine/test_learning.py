@@ -173,7 +173,7 @@ def q_after_the_update(self: LearningDraft, history: Tensor, length: Tensor, k: 
     self.drafted = drafted
     if self.update is None:
         return proposal
-    logits = [own + self.update(states) for states, own in drafted]
+    logits = [own + self.update(states) for states, own, _ in drafted]
     return replace(proposal, q=law(torch.stack(logits, 1), self.request.sampling))
 
 
