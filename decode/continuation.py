@@ -22,7 +22,7 @@ from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
 from decode.drafts.settings import DecodingSettings, GenerateConfig, LoadingSettings, SwiftConfig
 from decode.drafts.swift import open_search
-from decode.engine.composing import add_confidence, add_lookup, make_mirror
+from decode.engine.composing import add_confidence, add_learning, add_lookup, make_mirror
 from decode.engine.engine import speculate
 from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.modes import pick_mode
@@ -173,6 +173,8 @@ def answer_prompt(
 ) -> Answer:
     """The answer to the prompt, which shows as `text`; `show` gets each round once it was read. UserError for settings
     that target or draft do not allow."""
+    if s.learn:
+        draft = add_learning(draft, s.learn_rate, target)
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
     if s.confidence:
@@ -210,14 +212,17 @@ def generate(s: GenerateConfig) -> None:
         raise UserError(f"{s.prompt_file} is empty: write the prompt into it")
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
-    if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
-        raise UserError("swift and state are settings of --draft swift")
+    if (s.swift != SwiftConfig() or (s.state and not s.learn)) and s.draft != "swift":
+        raise UserError("swift and state are settings of --draft swift, and state of --learn true")
     target = open_target(s, [s.draft])
     check_draft_length(target, s.k)
     if s.draft == "swift":
         draft: Draft | None = open_search(target, s.swift, s.state)
     else:
         draft = pick_draft(s.draft, target, s.draft_dtype or target.dtype or "float32")
+    learning = add_learning(draft, s.learn_rate, target) if s.learn else None
+    if learning is not None and s.state:
+        learning.load(s.state)
     prompt = read_prompt(target, s.prompt, s.image)
     console = Console()
     # An encoder-decoder's answer does not continue the prompt.
@@ -236,7 +241,9 @@ def generate(s: GenerateConfig) -> None:
             for piece, own_style in text.add(tokens, style):
                 print_text(console, piece, own_style)
 
-    answer = answer_prompt(target, draft, s.prompt, prompt, s, show)
+    answer = answer_prompt(target, learning or draft, s.prompt, prompt, s, show)
+    if learning is not None and s.state:
+        learning.save(s.state)
     for piece, own_style in text.end():
         print_text(console, piece, own_style)
     console.print()

@@ -15,11 +15,14 @@ from decode.common.ranges import (
     MatchLength,
     Seed,
     Share,
+    above,
     at_least,
 )
 from decode.common.target_settings import PlacedTargetSettings, SamplingParams
 
 MAX_BRANCHES = 16
+LEARN_RATE = 5.0
+LearnRate = Annotated[float, above(0, 100)]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class DecodingSettings:
     below this, such as 0.3. 0: always `k`."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
     """Drafting while the target verifies; --mirror.exit_layer switches it on."""
+    learn: bool = False
+    """The draft learns from what verification computes of the target, which never changes the output's distribution.
+    For chains of EAGLE-3 heads and small language models."""
+    learn_rate: LearnRate = LEARN_RATE
+    """The size of the steps in which it learns."""
     max_new_tokens: Count = 128
     """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -121,6 +129,7 @@ class GenerateConfig(DecodingSettings, LoadingSettings):
     swift: SwiftConfig = field(default_factory=SwiftConfig)
     """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
     state: str = ""
-    """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
+    """--draft swift, --learn true: folder in which the search, or what was learned, is kept from run to run; empty:
+    each run begins anew."""
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""

@@ -30,6 +30,10 @@ class DraftWrapper(Draft):
         self.inner, self.name = inner, inner.name
         self.runs, self.shape, self.reads = inner.runs, inner.shape, inner.reads
 
+    def run_on_host(self) -> None:
+        """Its proposals are read or made on the host, whatever more `inner` needs."""
+        self.runs = "pass" if self.inner.runs == "pass" else "host"
+
     def refuse_trees(self, why: str) -> None:
         """UserError if this draft or `inner` was given the shape of a tree."""
         if self.shape is not None or self.inner.shape is not None:
@@ -140,7 +144,7 @@ class ConfidentDraft(DraftWrapper):
 
     def __init__(self, inner: Draft, confidence: float):
         super().__init__(inner)
-        self.runs = "host"
+        self.run_on_host()
         self.confidence = confidence
 
     def begin_batch(self, request: DraftContext) -> None:
@@ -182,7 +186,7 @@ class TwoSourceDraft(DraftWrapper):
 
     def __init__(self, lookup: Draft, inner: Draft, vocab_size: int):
         super().__init__(inner)
-        self.runs = "host"
+        self.run_on_host()
         # A lookup has no limit, and that of `inner` holds for its own rows alone.
         self.reads = replace(inner.reads, context=None)
         self.lookup, self.vocab_size = lookup, vocab_size

@@ -1,10 +1,12 @@
-"""Drafts composed of others: a lookup in front, chains that end by confidence, drafting beside the target's pass."""
+"""Drafts composed of others: a lookup in front, chains that end by confidence, drafting beside the target's pass, and
+learning from it."""
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig, MirrorDraft
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.drafts.wrappers import ConfidentDraft, TwoSourceDraft
+from decode.engine.learning import LearningDraft
 from decode.model.loading import Target
 
 
@@ -43,4 +45,16 @@ def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> Mi
     """`draft`, a small LM, drafting while the target verifies. UserError for any other draft."""
     if draft is None:
         raise UserError("mirror needs a small language model as draft: name one")
+    if isinstance(draft, LearningDraft):
+        raise UserError(
+            "mirror drafts while the target's logits are not there to learn from: drop one of both"
+        )
     return MirrorDraft(draft, target, config)
+
+
+def add_learning(draft: Draft | None, rate: float, target: Target) -> LearningDraft:
+    """`draft`, learning in steps of size `rate` while it serves; one that learns already, as it is. UserError for a
+    draft that cannot."""
+    if draft is None:
+        raise UserError("draft 'none' cannot learn: name one, or leave learn out")
+    return draft if isinstance(draft, LearningDraft) else LearningDraft(draft, target, rate)

@@ -29,8 +29,8 @@ def requested_engines(s: EvalConfig) -> list[str]:
 
 
 def is_plain_chain(m: MethodConfig) -> bool:
-    """Whether other engines could draft so: no lookup in front, a fixed K, nothing beside the target."""
-    return not (m.lookup or m.confidence or m.mirror.exit_layer)
+    """Whether other engines could draft so: no lookup in front, a fixed K, nothing beside the target, no learning."""
+    return not (m.lookup or m.confidence or m.mirror.exit_layer or m.learn)
 
 
 def served_gguf(s: EvalConfig) -> str:
@@ -99,6 +99,9 @@ def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:
          f"{name}: confidence: in mode {s.mode} the host cannot end a chain: choose eager or compiled"),
         ((m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft),
          f"{name}: swift and state are for the method swift without a draft"),
+        (m.learn and s.mode not in ("auto", "eager"),
+         f"{name}: learn: in mode {s.mode} the host cannot read the target's logits: choose eager"),
+        (m.learn and grammar, f"{name}: learn: a draft that learns follows no grammar: leave out one of both"),
         (mirror and (m.confidence or m.lookup or s.mode not in ("auto", "eager")),
          f"{name}: mirror is for small language models alone and mode eager: drop confidence, lookup and mode"),
         (grammar and (m.confidence or tree or m.tree.paths or mirror),

@@ -12,7 +12,7 @@ from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
-from decode.engine.composing import add_confidence, add_lookup, make_mirror
+from decode.engine.composing import add_confidence, add_learning, add_lookup, make_mirror
 from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.model.names import recorded_name
@@ -91,6 +91,8 @@ def tree_shape(tree: TreeConfig) -> TreeShape:
 
 def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
     draft = _build_draft_alone(m, target, dtype)
+    if m.learn:
+        draft = add_learning(draft, m.learn_rate, target)
     if m.lookup:
         draft = add_lookup(draft, m.lookup, m.min_match, target)
     if m.mirror.exit_layer:
@@ -127,7 +129,8 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 def drafts_trees(m: MethodConfig) -> bool:
     """Whether the method's drafts can propose trees: those of its family, if nothing changes their chains."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
-    return family.supports_trees and not m.lookup and not m.confidence and not m.mirror.exit_layer
+    as_it_is = not (m.lookup or m.confidence or m.mirror.exit_layer or m.learn)
+    return family.supports_trees and as_it_is
 
 
 def draft_checksums(methods: Sequence[MethodConfig]) -> dict[str, str | None]:
@@ -165,6 +168,7 @@ def describe_method(
         "tree": describe_tree(method.shape),
         "lookup": LookupRecord(m.lookup, m.min_match) if m.lookup else None,
         "adaptive": AdaptiveRecord("confidence", m.confidence) if m.confidence else None,
+        "learned": True if m.learn else None,
         "mirror": MirrorRecord(**asdict(method.mirror), **(mirror or {}))
         if method.mirror.exit_layer
         else None,

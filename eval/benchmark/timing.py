@@ -19,6 +19,7 @@ from decode.common.errors import UserError, first_line
 from decode.common.journal import Journal
 from decode.constraints.grammar import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
+from decode.engine.learning import LearningDraft
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
 from decode.engine.warm_up import one_batch_per_shape, run_first_rounds, share_buffers
@@ -57,9 +58,12 @@ class TimingContext:
         return [self.items[start : start + size] for start in range(0, len(self.items), size)]
 
     def build_engine(self, method: Method, sampling: SamplingParams) -> SpeculativeEngine:
-        """One engine decodes all prompts, since it compiles at its first batch."""
+        """One engine decodes all prompts, since it compiles at its first batch. A draft that learns begins anew."""
         if method.draft is not None:
             method.draft.shape = method.shape
+            for part in method.draft.buffers().drafts:
+                if isinstance(part, LearningDraft):
+                    part.forget()
         return SpeculativeEngine(
             self.target,
             method.draft,

@@ -39,10 +39,11 @@ Column = Callable[[MethodResult], str]  # the cell of an entry
 
 
 def format_method(m: MethodResult) -> str:
-    """The name, marked where the output is not the target's, the draft is not real or stands behind a lookup."""
+    """The name, marked where the output is not the target's, or the draft is not real, learned or stands behind a
+    lookup."""
     lookup = m.lookup.name if m.lookup else ""
     marks = ["lossy"] * m.lossy + ["simulated"] * bool(m.simulated)
-    marks += [f"after {lookup}"] * (lookup not in m.name)
+    marks += ["learning"] * bool(m.learned) + [f"after {lookup}"] * (lookup not in m.name)
     return f"{m.name} ({', '.join(marks)})" if marks else m.name
 
 

@@ -232,6 +232,8 @@ class MethodResult(Measured):
     lookup: LookupRecord | None = None
     adaptive: AdaptiveRecord | None = None
     mirror: MirrorRecord | None = None
+    learned: Omitted[bool] = None
+    """True: the draft learned while it decoded, and is not the one that is saved."""
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
@@ -346,8 +348,15 @@ class MethodResult(Measured):
 
     @property
     def drafts_alone(self) -> bool:
-        """Whether nothing but its draft decides what is drafted: no lookup, no adaptive length, no mirror."""
-        return self.lookup is None and self.adaptive is None and self.mirror is None
+        """Whether nothing but its draft decides what is drafted: no lookup, no adaptive length, no mirror, and nothing
+        that it learned."""
+        alone = self.lookup is None and self.adaptive is None and self.mirror is None
+        return alone and not self.learned
+
+    @property
+    def measures_draft(self) -> bool:
+        """Whether it is about the saved draft: alone, or behind a lookup."""
+        return self.drafts_alone or bool(self.lookup and not self.learned)
 
     @property
     def is_rounded(self) -> bool:
@@ -575,7 +584,7 @@ class EvalReport:
     def of_draft(self, sha256: str | None) -> list[MethodResult]:
         """The entries that measure the draft with this checksum: alone, or where none does, behind a lookup too."""
         own = [m for m in self.methods if m.draft_sha256 == sha256]
-        return [m for m in own if m.drafts_alone] or [m for m in own if m.lookup]
+        return [m for m in own if m.drafts_alone] or [m for m in own if m.measures_draft]
 
     def with_own_texts(self) -> "EvalReport":
         """Of a report older than the comparison of rounded targets with plain decoding: with what it says of it."""

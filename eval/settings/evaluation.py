@@ -22,7 +22,7 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import RunSettings
 from decode.common.target_settings import ConstraintConfig, PlacedTargetSettings, TargetSettings
-from decode.drafts.settings import MirrorConfig, SwiftConfig
+from decode.drafts.settings import LEARN_RATE, LearnRate, MirrorConfig, SwiftConfig
 
 
 @dataclass
@@ -96,6 +96,11 @@ class MethodConfig:
     below this, such as 0.3. 0: always `k`."""
     mirror: MirrorConfig = field(default_factory=MirrorConfig)
     """Drafting while the target verifies, for chains of small language models on a CPU; off with exit_layer 0."""
+    learn: bool = False
+    """The draft learns from what verification computes of the target, anew at each temperature. For chains of EAGLE-3
+    heads and small language models, in mode eager."""
+    learn_rate: LearnRate = LEARN_RATE
+    """The size of the steps in which it learns."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"

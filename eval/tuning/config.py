@@ -41,6 +41,8 @@ def check_config(s: TuneConfig) -> None:
         raise UserError(
             "confidence sets the draft length by itself: drop it from the methods to tune"
         )
+    if any(m.learn for m in s.methods):
+        raise UserError("learn: a setting would be judged by what others taught the draft: drop it")
     if s.layers and not any(m.name == TUNED_EXIT for m in s.methods):
         raise UserError(f"layers {s.layers} are for the method {TUNED_EXIT}: add it or drop them")
 

@@ -655,6 +655,27 @@ def test_a_length_by_confidence_is_a_method_of_its_own(
     assert "by confidence" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_draft_that_learns_is_a_method_of_its_own(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the setting is dropped, changes the text, or its numbers pass for those of the saved draft."""
+    alone = {"name": "causal", "draft": str(world.draft)}
+    learns = {**alone, "name": "learns", "learn": True, "learn_rate": 100.0}
+    evaluate("--methods", json.dumps([alone, learns]), "--max_new_tokens", 24).ok()
+    report = report_of(tmp_path / "out")
+    entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
+    assert entries["learns"]["learned"] is True
+    assert "learned" not in entries["causal"]
+    assert entries["learns"]["lossless"]["greedy_identical"] is True
+    assert entries["learns"]["counts"] != entries["causal"]["counts"]
+    sha = entries["learns"]["draft_sha256"]
+    found = from_json(EvalReport, report)
+    assert {m.name for m in found.of_draft(sha)} == {"causal"}
+    only = replace(found, methods=[m for m in found.methods if m.name == "learns"])
+    assert only.of_draft(sha) == []
+    assert "learns (learning)" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_mirror_is_a_method_of_its_own(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: the setting is dropped, changes text or rounds, or its numbers pass for those of the draft alone."""
     alone = {"name": "causal", "draft": str(world.draft)}
@@ -732,6 +753,8 @@ def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -
         (["--methods", "[{name: early-exit, layers: 1, confidence: 1.5}]"], "confidence"),
         (["--methods", "[{name: ngram, confidence: 0.3}]"], "no model whose passes"),
         (["--methods", "[{name: ngram, mirror: {exit_layer: 1}}]"], "needs a small language model"),
+        (["--methods", "[{name: ngram, learn: true}]"], "cannot learn while it serves"),
+        (["--methods", "[{name: a, draft: x, learn: true}]", "--mode", "compiled"], "choose eager"),
         (
             ["--methods", "[{name: ngram, mirror: {exit_layer: 1}, lookup: suffix}]"],
             "drop confidence",

@@ -77,9 +77,7 @@ class Evidence:
         measured: dict[tuple[str, str], Collection[str | None]] = {}
         if self.report is not None:
             own: set[str | None] = {
-                m.draft_sha256
-                for m in self.report.methods
-                if m.draft_sha256 and (m.drafts_alone or m.lookup)
+                m.draft_sha256 for m in self.report.methods if m.draft_sha256 and m.measures_draft
             }
             measured["the report measures drafts", "eval/run.py"] = own
         if self.referee is not None:

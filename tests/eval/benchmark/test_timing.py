@@ -14,10 +14,13 @@ from decode.common.journal import Journal
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookup import NgramDraft, SuffixDraft
+from decode.drafts.wrappers import ConfidentDraft
 from decode.engine import compiled as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine
+from decode.engine.learning import LearningDraft
 from decode.model.runner import ModelRunner
+from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from eval.benchmark import timing
 from eval.benchmark.methods import Method
@@ -124,6 +127,20 @@ def graphs_made_while_timing(monkeypatch: pytest.MonkeyPatch, graphs: list[int])
 
     monkeypatch.setattr(timing, "decode_batch", counted)
     return during
+
+
+def test_a_draft_that_learns_begins_anew_with_each_engine(context: TimingContext) -> None:
+    """Catches acceptance of prompts that an earlier temperature or pass has taught."""
+    context = replace(context, mode="eager")
+    inner = method("causal", context).draft
+    assert inner is not None
+    draft = LearningDraft(inner, context.target)
+    own = Method("learns", ConfidentDraft(draft, 0.1), 3)
+    engine = context.build_engine(own, SamplingParams())
+    list(engine.speculate([context.items[0].prompt_ids], max_new_tokens=8))
+    assert draft.update is not None
+    context.build_engine(own, SamplingParams())
+    assert draft.update is None
 
 
 @pytest.mark.parametrize("measure", [time_all, sweep_all])

@@ -503,6 +503,7 @@ def test_exits_are_swept_with_every_length(tmp_path: Path) -> None:
         (["--layers", "[1, 1]"], "every number once"),
         (["--batch_sizes", "[16]"], "8 prompts are too few"),
         (["--methods", "[{name: early-exit, layers: 1, confidence: 0.3}]"], "drop it from the"),
+        (["--methods", "[{name: early-exit, layers: 1, learn: true}]"], "what others taught"),
     ],
 )
 def test_bad_settings(
