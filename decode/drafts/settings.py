@@ -93,7 +93,7 @@ class DecodingSettings:
     """Drafting while the target verifies; --mirror.exit_layer switches it on."""
     learn: bool = False
     """The draft learns from what verification computes of the target, which never changes the output's distribution.
-    For chains of EAGLE-3 heads and small language models."""
+    For chains of EAGLE-3 heads and of small language models with attention alone and the target's tokenizer."""
     learn_rate: LearnRate = LEARN_RATE
     """The size of the steps in which it learns."""
     max_new_tokens: Count = 128

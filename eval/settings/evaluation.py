@@ -98,7 +98,7 @@ class MethodConfig:
     """Drafting while the target verifies, for chains of small language models on a CPU; off with exit_layer 0."""
     learn: bool = False
     """The draft learns from what verification computes of the target, anew at each temperature. For chains of EAGLE-3
-    heads and small language models, in mode eager."""
+    heads and of small language models with attention alone and the target's tokenizer, in mode eager."""
     learn_rate: LearnRate = LEARN_RATE
     """The size of the steps in which it learns."""
     tree: TreeConfig = field(default_factory=TreeConfig)

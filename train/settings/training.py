@@ -159,7 +159,7 @@ class AcceptanceEvalConfig:
     prompts: Count = 6
     """How many: a third of them, at least one, from each of the three domains of the bundled training prompts, never
     from the evaluation prompts. Of an encoder-decoder, which answers only what it was made for, they are the first
-    prompts of the training data."""
+    prompts of the training data; of samples with images those of the first samples that hold some."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     max_new_tokens: Count = 32
