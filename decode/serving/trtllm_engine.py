@@ -39,6 +39,10 @@ RULES = (
         "norm_before_fc is ignored outside eagle_config",
     )),
     Rule("norm-flags", EAGLE3, SILENT, SOURCE, checks.changed_norm_flags),
+    Rule("unread-norms", EAGLE3, SILENT, SOURCE, checks.when(
+        lambda d: checks.norm_flag(d, "fc_norm") or checks.norm_flag(d, "norm_output"),
+        "fc_norm and norm_output are not implemented: it computes as if they were false",
+    )),
     Rule("shapes", EAGLE3, REFUSED, SOURCE, checks.wrong_shapes),
     Rule("missing-tensor", EAGLE3, SILENT, SOURCE, checks.missing_tensors),
     Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, checks.unknown_tensors),

@@ -127,7 +127,7 @@ EAGLE3 = {
     "norm_before_fc": Mistake(
         set_config(norm_before_fc=True), every("missing-tensor", trtllm="norm-before-fc"), "norms"
     ),
-    "fc_norm": Mistake(set_config(fc_norm=True), every("missing-tensor"), "norms"),
+    "fc_norm": Mistake(set_config(fc_norm=True), every("missing-tensor", trtllm="unread-norms"), "norms"),
     "draft_vocab_size is missing": Mistake(
         set_config(draft_vocab_size=None), every("draft-vocabulary", llamacpp="shapes")
     ),
