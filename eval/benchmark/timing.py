@@ -185,7 +185,7 @@ class InterleavedTimer:
             batch, turn = batches[number], turns[number]
             attempt, failed = self._decode_in_turn(methods, batch, starts[number], number)
             if not turn.add_repeat(attempt):
-                what = next(iter(failed.values()), "other tokens than before")
+                what = next(iter(failed.values()), "other tokens or rounds than before")
                 damage.warn(f"the repeat of a turn gave {what}: it is left out")
             journal.put(keys[number], turn.to_json())
 

@@ -73,8 +73,12 @@ class Attempt:
         }
 
     def outputs(self) -> dict[Column, list[Any]]:
-        """The tokens of every method and engine."""
-        ours = {("records", m): [x.output_ids for x in own] for m, own in self.records.items()}
+        """The tokens of every method and engine, ours with the rounds that they took: a draft that learns, or searches
+        its layers, needs fewer for a text that it has seen."""
+        ours = {
+            ("records", m): [(x.output_ids, x.rounds) for x in own]
+            for m, own in self.records.items()
+        }
         return ours | {("answers", m): [x.get("ids") for x in y] for m, y in self.answers.items()}
 
 
@@ -93,7 +97,7 @@ class Turn:
         return cls([Attempt.from_json(x) for x in attempts], kept.get("repeats", 0))
 
     def add_repeat(self, attempt: Attempt) -> bool:
-        """Whether the attempt gave the same tokens as the first: seconds of other texts do not compare."""
+        """Whether the attempt gave the same tokens in the same rounds as the first: other seconds do not compare."""
         self.repeats += 1
         found = attempt.outputs()
         if any(found.get(x, []) != own for x, own in self.attempts[0].outputs().items()):

@@ -541,3 +541,13 @@ def test_a_real_stall(tmp_path: Path) -> None:
     assert max(x.seconds for x in found.records[sleepy]) < 1.5
     plain = [x.output_ids for x in found.records[PLAIN_DECODING]]
     assert [x.output_ids for x in found.records[sleepy]] == plain
+
+
+def test_a_repeat_in_fewer_rounds_does_not_count() -> None:
+    """Catches a draft that has learned a text in the first attempt, whose repeat would be timed as its speed."""
+    first = DecodeRecord([1], [2, 3, 4], [(2, 0), (2, 0), (2, 0)])
+    turn = turns.Turn([turns.Attempt({"learning": [first]}, {}, {}, None)])
+    assert turn.add_repeat(turns.Attempt({"learning": [first]}, {}, {}, None))
+    faster = replace(first, rounds=[(2, 2)])
+    assert not turn.add_repeat(turns.Attempt({"learning": [faster]}, {}, {}, None))
+    assert len(turn.attempts) == 2
