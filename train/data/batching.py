@@ -93,8 +93,7 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
     Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left; a warning where
     more than WORTH_SAYING of all labels are cut off.
     """
-    both = ((label_mask(row), label_mask(truncate_row(row, max_length))) for row in rows)
-    counts = np.array([(whole.sum(), cut.sum()) for whole, cut in both]).reshape(-1, 2)
+    counts = np.array([count_labels(row, max_length) for row in rows]).reshape(-1, 2)
     (labels, left), kept = counts.sum(0), np.flatnonzero(counts[:, 1])
     if 0 < left < (1 - WORTH_SAYING) * labels and os.environ.get("RANK", "0") == "0":
         warn_once(
@@ -109,6 +108,17 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
     return Subset(rows, kept, lambda row: truncate_row(row, max_length)), len(rows) - len(kept)
 
 
+def count_labels(row: SampleRow, max_length: int) -> tuple[int, int]:
+    """(labels of a row, those that `truncate_row` leaves)."""
+    mask = label_mask(row)
+    return mask.sum(), 0 if cuts_images(row, max_length) else mask[:max_length].sum()
+
+
+def cuts_images(row: SampleRow, max_length: int) -> bool:
+    """Whether an image of the row does not end within `max_length` tokens."""
+    return any(end > max_length for _, end in row.get("image_spans", ()))
+
+
 def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
     """The first `max_length` tokens of a row; without labels where that cuts its images."""
     if len(row["input_ids"]) <= max_length:
@@ -116,7 +126,7 @@ def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
     spans = [
         [start, min(end, max_length)] for start, end in row["loss_spans"] if start < max_length
     ]
-    if any(end > max_length for _, end in row.get("image_spans", ())):
+    if cuts_images(row, max_length):
         spans = []
     return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
 
