@@ -17,7 +17,9 @@ from train.trainer import collective
 state = collective.join_processes() if {ours} else PartialState(cpu=True)
 with collective.raise_on_all_ranks(state):
     time.sleep(8 * state.process_index)  # its share of the prompts
-print("rank", state.process_index, "reached the end", flush=True)
+# One write a line: two processes share the pipe, and unbuffered print writes its parts alone.
+sys.stdout.write(f"rank {state.process_index} reached the end\\n")
+sys.stdout.flush()
 """
 
 

@@ -1,0 +1,114 @@
+"""A target tuned by LoRA on questions and answers of people, as a model of transformers with merged weights.
+
+    python scripts/lab/tune_target.py --target T --rows answers.jsonl --out outputs/tuned
+
+It is what a stock draft meets when somebody has tuned the target: docs/measurements.md measures drafts before and after.
+Each row of --rows has `question` and `answer`; the loss is the cross entropy of the answer's tokens and of the token
+that ends a turn, after the question in the target's chat template. One pass. A kill costs at most the last 20 steps.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from decode.common.command import run_command
+from decode.common.ranges import Count, LearningRate, Seed
+
+PROGRESS = "progress.json"
+
+
+@dataclass
+class TuneConfig:
+    target: str = ""
+    """The model to tune: a folder, a GGUF file or a Hub name."""
+    rows: str = ""
+    """JSON lines with `question` and `answer`."""
+    out: str = ""
+    """Folder of the tuned model."""
+    rank: Count = 16
+    """Rank of the updates of attention's matrices; alpha is the same number."""
+    lr: LearningRate = 2e-4
+    """Peak learning rate of AdamW; it falls linearly to a tenth after 10 steps of warm-up."""
+    batch_size: Count = 8
+    """Answers a step."""
+    max_length: Count = 256
+    """Longer rows are left out."""
+    seed: Seed = 0
+    """Of the updates' first values."""
+
+
+def encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], int]:
+    """(token ids of a turn and its answer, how many of them are the question's)."""
+    turn = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer(answer, add_special_tokens=False).input_ids
+    return [*prompt, *whole, tokenizer.eos_token_id], len(prompt)
+
+
+def main(s: TuneConfig) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from peft import set_peft_model_state_dict as load_updates
+    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import cross_entropy
+
+    from decode.model.loading import load_model, load_tokenizer
+
+    torch.manual_seed(s.seed)
+    tokenizer = load_tokenizer(s.target)
+    lines = [json.loads(line) for line in Path(s.rows).read_text().splitlines()]
+    rows = [encode(tokenizer, line["question"], line["answer"]) for line in lines]
+    rows = [row for row in rows if len(row[0]) <= s.max_length]
+    batches = [rows[i : i + s.batch_size] for i in range(0, len(rows), s.batch_size)]
+    model = load_model(s.target, "target", "cpu", "bfloat16")
+    # Attention alone: on a CPU the MLP's wide outputs cost more in the updates' float32 than in the products.
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(r=s.rank, lora_alpha=s.rank, target_modules=attention)
+    model = get_peft_model(model, config)
+    updates = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(updates, lr=s.lr, weight_decay=0.0)
+    out = Path(s.out)
+    out.mkdir(parents=True, exist_ok=True)
+    first = 0
+    if (out / PROGRESS).exists():
+        first = json.loads((out / PROGRESS).read_text())["steps"]
+        load_updates(model, load_file(out / "updates.safetensors"))
+        optimizer.load_state_dict(torch.load(out / "optimizer.pt", weights_only=True))
+    start, tokens = time.monotonic(), 0
+    for step, batch in enumerate(batches[first:], first):
+        rise, fall = (step + 1) / 10, 1 - 0.9 * step / len(batches)
+        optimizer.param_groups[0]["lr"] = s.lr * min(rise, fall)
+        length = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([row + [tokenizer.eos_token_id] * (length - len(row)) for row, _ in batch])
+        learned = torch.zeros_like(ids, dtype=torch.bool)  # positions whose next token is the answer's
+        for row, (text, prompt) in enumerate(batch):
+            learned[row, prompt - 1 : len(text) - 1] = True
+        hidden = model.base_model.model.model(input_ids=ids).last_hidden_state
+        logits = model.base_model.model.lm_head(hidden[learned])
+        loss = cross_entropy(logits.float(), ids[:, 1:][learned[:, :-1]])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(updates, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += int(learned.sum())
+        seconds = time.monotonic() - start
+        left = seconds / (step + 1 - first) * (len(batches) - step - 1)
+        print(f"step {step + 1}/{len(batches)} loss {loss:.3f} tokens {tokens} {left / 60:.0f} min left", flush=True)
+        if (step + 1) % 20 == 0:
+            save_file(get_peft_model_state_dict(model), out / "updates.safetensors")
+            torch.save(optimizer.state_dict(), out / "optimizer.pt")
+            (out / PROGRESS).write_text(json.dumps({"steps": step + 1}))
+    merged = model.merge_and_unload()
+    merged.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    print(f"the tuned model is {out / 'model'}")
+
+
+if __name__ == "__main__":
+    run_command(main, TuneConfig, __doc__)
