@@ -2,9 +2,9 @@
 
     python scripts/lab/tune_target.py --target T --rows answers.jsonl --out outputs/tuned
 
-It is what a stock draft meets when somebody has tuned the target: docs/measurements.md measures drafts before and after.
+It is what a stock draft meets when somebody has tuned the target: docs/measurements.md has drafts before and after.
 Each row of --rows has `question` and `answer`; the loss is the cross entropy of the answer's tokens and of the token
-that ends a turn, after the question in the target's chat template. One pass. A kill costs at most the last 20 steps.
+that ends a turn, after the question in the target's chat template. One pass. A kill costs at most the last 10 steps.
 """
 
 import json
@@ -21,6 +21,8 @@ from decode.common.command import run_command
 from decode.common.ranges import Count, LearningRate, Seed
 
 PROGRESS = "progress.json"
+MICRO_BATCH = 4
+"""Answers a pass: activations of 4 x 256 tokens stay below the size that malloc gives back to the system each time."""
 
 
 @dataclass
@@ -49,6 +51,20 @@ def encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], int]:
     prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
     whole = tokenizer(answer, add_special_tokens=False).input_ids
     return [*prompt, *whole, tokenizer.eos_token_id], len(prompt)
+
+
+def predict(model: Any, rows: list[tuple[list[int], int]]) -> tuple[Any, Any]:
+    """(logits [N, V], labels [N]) of the N tokens of these rows' answers."""
+    import torch
+
+    length = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in rows])
+    learned = torch.zeros_like(ids, dtype=torch.bool)  # positions whose next token is the answer's
+    for row, (text, prompt) in enumerate(rows):
+        learned[row, prompt - 1 : len(text) - 1] = True
+    inner = model.base_model.model
+    hidden = inner.model(input_ids=ids).last_hidden_state
+    return inner.lm_head(hidden[learned]), ids[:, 1:][learned[:, :-1]]
 
 
 def main(s: TuneConfig) -> None:
@@ -84,23 +100,22 @@ def main(s: TuneConfig) -> None:
     for step, batch in enumerate(batches[first:], first):
         rise, fall = (step + 1) / 10, 1 - 0.9 * step / len(batches)
         optimizer.param_groups[0]["lr"] = s.lr * min(rise, fall)
-        length = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([row + [tokenizer.eos_token_id] * (length - len(row)) for row, _ in batch])
-        learned = torch.zeros_like(ids, dtype=torch.bool)  # positions whose next token is the answer's
-        for row, (text, prompt) in enumerate(batch):
-            learned[row, prompt - 1 : len(text) - 1] = True
-        hidden = model.base_model.model.model(input_ids=ids).last_hidden_state
-        logits = model.base_model.model.lm_head(hidden[learned])
-        loss = cross_entropy(logits.float(), ids[:, 1:][learned[:, :-1]])
-        loss.backward()
+        learned = sum(len(ids) - prompt for ids, prompt in batch)
+        loss = 0.0
+        for i in range(0, len(batch), MICRO_BATCH):
+            logits, labels = predict(model, batch[i : i + MICRO_BATCH])
+            part = cross_entropy(logits.float(), labels, reduction="sum") / learned
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(updates, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        tokens += int(learned.sum())
+        tokens += learned
         seconds = time.monotonic() - start
         left = seconds / (step + 1 - first) * (len(batches) - step - 1)
-        print(f"step {step + 1}/{len(batches)} loss {loss:.3f} tokens {tokens} {left / 60:.0f} min left", flush=True)
-        if (step + 1) % 20 == 0:
+        done = f"step {step + 1}/{len(batches)}, loss {loss:.3f}, {tokens / seconds:.0f} tok/s"
+        print(f"{done}, {left / 60:.0f} min left", flush=True)
+        if (step + 1) % 10 == 0:
             save_file(get_peft_model_state_dict(model), out / "updates.safetensors")
             torch.save(optimizer.state_dict(), out / "optimizer.pt")
             (out / PROGRESS).write_text(json.dumps({"steps": step + 1}))
