@@ -29,7 +29,7 @@ def requested_engines(s: EvalConfig) -> list[str]:
 
 
 def is_plain_chain(m: MethodConfig) -> bool:
-    """Whether other engines are asked to draft so: no lookup in front, a fixed K, nothing beside the target, no learning."""
+    """Whether other engines are asked to draft so: no lookup in front, a fixed K, no mirror, no learning."""
     return not (m.lookup or m.confidence or m.mirror.exit_layer or m.learn)
 
 
