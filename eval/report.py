@@ -3,7 +3,8 @@
     python eval/report.py outputs/quickstart/report
     python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run
 
-Every result has its number of prompts and its 95 % interval; what was not measured is a dash or left out.
+Speed-ups, tau, alpha and tokens/s of our methods have a 95 % interval and their number of prompts; what was not
+measured is a dash or left out.
 """
 
 import sys

@@ -1,5 +1,6 @@
 """Sampling: the prompts of a run get answers, from our engine or a server, and a manifest."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
@@ -30,6 +32,7 @@ from decode.model.names import recorded_name
 from decode.serving.running import completions, vllm_client
 from eval.reporting.formatting import Table, table_html, table_text
 from train.data import manifest, sample_store
+from train.data.conversations import join_turns
 from train.data.prompt_pipeline import (
     TargetTokenizer,
     TokenizedPrompt,
@@ -53,6 +56,8 @@ OWNED_FILES = ("manifest.json", "shards/*.parquet", "images/*")
 PLAIN_TOKENS, CHAT_TOKENS, THINKING_TOKENS = 256, 1024, 2048
 THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "<|channel|>")
 """What a chat template has that writes thoughts before an answer."""
+COMPARED_TEXTS = 64
+"""Rows of texts of which it is asked, when a set goes on, whether they have the same tokens now."""
 Engine = Callable[[Sequence[TokenizedPrompt], ProgressBars], Counter[str]]
 """Writes rows for prompts; returns {why prompts failed: how many}."""
 
@@ -128,7 +133,8 @@ def unanswered_prompts(
 ) -> list[TokenizedPrompt]:
     """The prompts that have no row in `out` yet. Every rank must call it.
 
-    UserError if answers in `out` are of another target than those that are to come, unless `allow_changed`.
+    UserError if answers in `out` are of another target than those that are to come, or texts there have other tokens
+    than they would get now, unless `allow_changed`.
     """
     out = Path(s.out)
     with collective.raise_on_all_ranks(state):
@@ -142,9 +148,24 @@ def unanswered_prompts(
                     run_dir.refuse_change(what, s.allow_changed)
             sample_store.remove_partial(out)
             manifest.set_damaged_aside(out, {prompt.id for prompt in prompts})
+            if s.origin == "text" and otherwise_tokenised(out, prompts):
+                what = f"texts in {s.out} have other tokens than now: tokenizer or chat template is another"
+                run_dir.refuse_change(what, s.allow_changed)
     done = sample_store.row_ends(out)
     state.wait_for_everyone()  # no rank writes a shard before every rank has read which prompts are done
     return [prompt for prompt in prompts if prompt.id not in done]
+
+
+def otherwise_tokenised(out: Path, texts: Sequence[TokenizedPrompt]) -> bool:
+    """Whether a text's row, among those of the first rows that are there, holds other tokens than the text has."""
+    if not sample_store.shard_paths(out):
+        return False
+    now = {text.id: text.conversation for text in texts}
+    rows = itertools.islice(sample_store.read_shards(out), COMPARED_TEXTS)
+    held = [(row["input_ids"], now[row["id"]]) for row in rows if row["id"] in now]
+    return not all(
+        np.array_equal(ids, join_turns(text.prompt_segments, text.replies)[0]) for ids, text in held
+    )
 
 
 def count_answers(

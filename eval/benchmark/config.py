@@ -131,7 +131,11 @@ def open_journal(
     if to_json(target) not in targets:
         targets = [*targets, to_json(target)]
     then = journal.get(DRAFTS) or dict(drafts)
-    changed = [name for name in drafts if then.get(name) != drafts[name]]
+    changed = [
+        f"{name} ({str(then.get(name))[:16]} then, {str(now)[:16]} now)"
+        for name, now in drafts.items()
+        if then.get(name) != now
+    ]
     if changed:
         what = f"{run.path} was measured with other weights of {', '.join(changed)}"
         refuse_change(what, allow_changed)

@@ -215,6 +215,29 @@ def test_answers_of_two_templates_are_not_mixed(target: Path, tmp_path: Path) ->
     sample(mine, tmp_path, ROWS[:2], "--allow_changed", "true").ok()
 
 
+def test_texts_of_two_templates_are_not_mixed(target: Path, tmp_path: Path) -> None:
+    """Bug: texts that are added to a set are rendered or tokenised otherwise than those that are there."""
+    mine = tmp_path / "t"
+    shutil.copytree(target, mine)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"zq {i}"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+        for i in range(4)
+    ]
+    texts = "--origin", "text"
+    assert sample(mine, tmp_path, rows[:2], *texts).code == 0
+    assert sample(mine, tmp_path, rows[:3], *texts).code == 0
+    template = mine / "chat_template.jinja"
+    template.write_text("A day. " + template.read_text())
+    changed = sample(mine, tmp_path, rows, *texts)
+    assert "have other tokens than now: tokenizer or chat template is another" in changed.error()
+    sample(mine, tmp_path, rows, *texts, "--allow_changed", "true").ok()
+
+
 def test_the_doctor_reads_sets_as_they_were_rendered(target: Path, tmp_path: Path) -> None:
     """Bug: rows of another mode or of a named template count as no rendering of the target's."""
     words = {"name": "dated", "date": "2026-01-31"}
