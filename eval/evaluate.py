@@ -145,6 +145,7 @@ def evaluate(
         target=target.describe(),
         earlier_targets=earlier_targets(journal),
         tasks=[loading.task_version(task) for task in s.tasks],
+        image_prompts=sum(item.images is not None for item in items) or None,
         **vars(provenance.collect()),
         seed=s.seed,
         resumed=journal.num_resumed,
@@ -170,7 +171,7 @@ def _add_references(work: EvalContext) -> None:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
             work.model, item.prompt_ids, work.s.max_new_tokens, work.target, item.stop,
-            work.timing.grammar,
+            work.timing.grammar, item.images,
         )  # fmt: skip
         key = ["reference", item.task, item.id]
         work.references[item.task, item.id] = work.journal.get_or_measure(key, answer)
@@ -339,7 +340,9 @@ def _greedy_mismatches(
         key = ["difference", item.task, item.id, len(answer), *pair, k]
         found: Sequence[float] = work.journal.get_or_measure(
             key,
-            lambda: greedy_equivalence.measure_pair(work.model, item.prompt_ids, answer, pair, k),
+            lambda: greedy_equivalence.measure_pair(
+                work.model, item.prompt_ids, answer, pair, k, item.images
+            ),
         )
         work.progress.advance(bar)
         return found

@@ -116,7 +116,8 @@ def measure_here(s: EvalConfig) -> Measurement:
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
     baselines.check(s, target, methods)
     check_requests(s, methods)
-    items = [item for task in s.tasks for item in loading.load_task_prompts(task, target)]
+    items = [item for task in s.tasks for item in loading.load_task_prompts(task, target, True)]
+    config.check_images(s, items)
     forms = dict.fromkeys(f"{item.task}: {item.form}" for item in items if item.form)
     with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(s)) as run:
         out = run.path

@@ -2,6 +2,7 @@
 
 import copy
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     CLIPImageProcessor,
     LlavaProcessor,
 )
 
+from decode.engine import image_prompts
 from decode.model.loading import Target, build_runner
+from decode.model.vision import image_token
+from tests import worlds
 from tests.seq2seq import letter_tokenizer
 from tests.tiny import VOCAB
+from tests.worlds import CONTEXT
 
 IMAGE = 90
 """The placeholder of one image token."""
@@ -333,3 +339,63 @@ class PictureProcessor:
         if self.variant.kinds:
             inputs[self.variant.kinds] = (row == self.placeholder).long()
         return {"input_ids": row, "attention_mask": torch.ones_like(row)} | inputs
+
+
+# ---- pictures in rows ----
+
+COLORS = ("red", "blue", "green")
+load_processor = image_prompts.load_processor
+
+
+def processor_of(name: str, revision: str | None = None) -> Any:
+    """The processor of a tiny target: LLaVA's own, for other kinds one of these tests."""
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type == "llava":
+        return load_processor(name, revision)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return PictureProcessor(config.model_type, tokenizer, image_token(config))
+
+
+def save_target(folder: Path, kind: str) -> Path:
+    """A tiny target of bytes; its placeholder is a token of its own."""
+    tokenizer = worlds.byte_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+    model = vision_model(kind, seed=1, **size)
+    model.config.image_token_id = len(tokenizer) - 1
+    return worlds.save(folder, model, tokenizer)
+
+
+def save_pictures(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for color in COLORS:
+        Image.new("RGB", (40, 30), color).save(folder / f"{color}.png")
+    return folder
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*content]}
+
+
+def shown(path: str) -> dict[str, str]:
+    return {"type": "image", "image": path}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def own_inputs(target: Path, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
+    """What the target's processor makes of `images`, each input of tokens being of all `ids`."""
+    config = AutoConfig.from_pretrained(target)
+    content = [{"type": "image", "image": one} for one in images]
+    found = processor_of(str(target)).apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
+        return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    kinds = torch.tensor([[int(token == image_token(config)) for token in ids]])
+    return {
+        name: kinds if "type_ids" in name else value
+        for name, value in found.items()
+        if name not in ("input_ids", "attention_mask")
+    }

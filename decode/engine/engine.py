@@ -374,7 +374,7 @@ class SpeculativeEngine:
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
         prefill: Callable[..., Tensor] = self.target.runner.prefill
-        if asked.images is not None:
+        if asked.images is not None and self.target.runner.takes_images:
             prefill = partial(prefill, images=[asked.images[number] for number in numbers])
         logits = prefill(tokens, length, row)
         finite = has_finite_logits(logits[:, None])

@@ -10,6 +10,7 @@ from decode.drafts.base import Draft, Proposal
 from decode.drafts.wrappers import DraftWrapper, TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.modes import CAPTURED
+from decode.model.vision import ImageInputs
 from decode.verification.rules import NO_DRAFT
 
 ROUNDS = 3
@@ -17,12 +18,12 @@ ROUNDS = 3
 
 def one_batch_per_shape(
     engine: SpeculativeEngine, batches: Sequence[list[list[int]]], max_new_tokens: int
-) -> list[list[list[int]]]:
-    """Of the batches, each decoded at once, the first of each shape (rows, slots a row)."""
-    shapes: dict[tuple[int, int], list[list[int]]] = {}
-    for prompts in batches:
+) -> list[int]:
+    """The numbers of the batches, each decoded at once, that are the first of their shape (rows, slots a row)."""
+    shapes: dict[tuple[int, int], int] = {}
+    for number, prompts in enumerate(batches):
         rows = max(len(prompts), engine.least_rows)
-        shapes.setdefault((rows, engine.num_slots(prompts, max_new_tokens, rows)), prompts)
+        shapes.setdefault((rows, engine.num_slots(prompts, max_new_tokens, rows)), number)
     return list(shapes.values())
 
 
@@ -45,9 +46,12 @@ def share_buffers(
 
 
 def run_first_rounds(
-    engine: SpeculativeEngine, prompts: list[list[int]], max_new_tokens: int
+    engine: SpeculativeEngine,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    images: Sequence[ImageInputs | None] | None = None,
 ) -> None:
-    """Prefill and a few rounds of decoding these prompts, in buffers for `max_new_tokens`.
+    """Prefill and a few rounds of decoding these prompts with their images, in buffers for `max_new_tokens`.
 
     Where compiled code drops the columns of a chain without any draft (`drop_empty_columns`), rounds with and without
     drafts have different shapes. Both run then, whatever the draft finds in these prompts.
@@ -65,13 +69,9 @@ def run_first_rounds(
             other.draft = ForcedDraft(draft, drafts)
             engines.append(other)
     for one in engines:
-        _run_rounds(one, prompts, max_new_tokens)
-
-
-def _run_rounds(engine: SpeculativeEngine, prompts: list[list[int]], max_new_tokens: int) -> None:
-    records = engine.speculate(prompts, max_new_tokens=max_new_tokens)
-    for _ in islice(records, (1 + ROUNDS) * len(prompts)):
-        pass
+        records = one.speculate(prompts, max_new_tokens=max_new_tokens, images=images)
+        for _ in islice(records, (1 + ROUNDS) * len(prompts)):
+            pass
 
 
 class ForcedDraft(DraftWrapper):

@@ -29,6 +29,18 @@ def image_token(config: Any) -> int:
     return token
 
 
+def image_arguments(model: Any, images: ImageInputs | None) -> dict[str, Tensor]:
+    """What the forward or `generate` of a model of transformers takes for a prompt's `images`, on its device; nothing
+    for None. The positions behind the last prompt's images, which models with M-RoPE keep, are forgotten."""
+    for module in model.modules():
+        if "rope_deltas" in vars(module):
+            module.rope_deltas = None
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in ({} if images is None else images).items()
+    }
+
+
 class VisionRunner(ModelRunner):
     """One vision-language model, for rows of text and rows whose prompt holds images.
 
@@ -120,12 +132,7 @@ class VisionRunner(ModelRunner):
     def forward_with_images(self, tokens: Tensor, images: ImageInputs, **more: Any) -> Tensor:
         """Logits of a row [1, L] with images, with the model's own attention and positions; `more` are further
         arguments of the model's forward. UserError for images that do not fit the row's placeholders."""
-        for holder in self.delta_holders:
-            holder.rope_deltas = None
-        own = {
-            name: value.to(self.device, self.model.dtype if value.is_floating_point() else None)
-            for name, value in images.items()
-        }
+        own = image_arguments(self.model, images)
         self.set_attention(self.own_attention)
         try:
             logits: Tensor = self.model(

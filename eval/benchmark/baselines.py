@@ -35,6 +35,7 @@ from decode.model.seq2seq import (
     generation_settings,
     prepare_generate,
 )
+from decode.model.vision import ImageInputs, image_arguments
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import llamacpp_baseline
@@ -55,7 +56,7 @@ from eval.metrics.bootstrap import (
 )
 from eval.results.report import EngineResult, FailedPrompt, RivalSpeedup
 from eval.settings.evaluation import EvalConfig
-from eval.tasks.loading import TaskPrompt
+from eval.tasks.loading import TaskPrompt, read_images
 from eval.tasks.stop_strings import StopMatcher, trim_at_stop
 
 UNASSISTED_ENGINE = {"hf-assisted": "hf", "hf-lookup": "hf", "llamacpp": "llamacpp", "vllm": "vllm"}
@@ -404,13 +405,14 @@ class TransformersEngine:
     def answer(self, item: TaskPrompt) -> EngineAnswer:
         """{ids, seconds, rounds, accepted}, or {error}; rounds are counted by a hook on the target."""
         ids = torch.tensor([item.prompt_ids], device=self.model.device)
+        [images] = read_images([item])
         torch.manual_seed(self.s.seed)
         self.passes = 0
         counting = self.model.register_forward_hook(self._count_pass)
         synchronize(ids.device)
         start = time.perf_counter()
         try:
-            out = self._generate(ids, item)
+            out = self._generate(ids, item, images)
         except Exception as error:  # named in the report, like our own failures
             return {"error": f"{type(error).__name__}: {first_line(error)}"}
         finally:
@@ -422,7 +424,9 @@ class TransformersEngine:
         rounds = self.passes - (self.method is None)  # assisted, the first pass verifies drafts too
         return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
 
-    def _generate(self, ids: torch.Tensor, item: TaskPrompt) -> torch.Tensor:
+    def _generate(
+        self, ids: torch.Tensor, item: TaskPrompt, images: ImageInputs | None
+    ) -> torch.Tensor:
         room = self.target.runner.context - len(item.prompt_ids)
         settings = generation_settings(
             self.model,
@@ -439,6 +443,7 @@ class TransformersEngine:
             generation_config=settings,
             stopping_criteria=StoppingCriteriaList([stopping]),
             **self.assistant,
+            **image_arguments(self.model, images),
         )
         return out
 

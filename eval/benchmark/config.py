@@ -1,6 +1,6 @@
 """What is checked before anything is measured: the settings of eval/run.py, and whose measurements the journal has."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decode.common.errors import UserError
@@ -17,6 +17,7 @@ from decode.engine.modes import CAPTURED
 from decode.verification.registry import find_rule
 from eval.settings.evaluation import EvalConfig, MethodConfig
 from eval.tasks.dataset_specs import load_dataset_specs
+from eval.tasks.loading import TaskPrompt
 
 ENGINES = ("hf", "hf-assisted", "hf-lookup", "llamacpp", "vllm")
 TARGETS, DRAFTS = ["target"], ["drafts"]
@@ -84,6 +85,18 @@ def check(s: EvalConfig) -> None:
     )  # fmt: skip
     for m in s.methods:
         _check_method(s, m, grammar)
+
+
+def check_images(s: EvalConfig, items: Sequence[TaskPrompt]) -> None:
+    """UserError, which names it, for what reads token ids alone where prompts hold images."""
+    blind = [f"compare {engine}" for engine in requested_engines(s) if engine != "hf"]
+    blind += ["check_law"] * (s.check_law > 0) + ["original"] * bool(s.original)
+    shown = next((item for item in items if item.images is not None), None)
+    if shown is not None and blind:
+        raise UserError(
+            f"task {shown.task!r} has prompts with images, which {', '.join(blind)} cannot read: leave it out, or the "
+            "prompts"
+        )
 
 
 def _check_method(s: EvalConfig, m: MethodConfig, grammar: bool) -> None:

@@ -29,7 +29,7 @@ from eval.benchmark.machine_load import MachineWatch
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_troubled_turns
 from eval.results.report import FailedPrompt
-from eval.tasks.loading import TaskPrompt
+from eval.tasks.loading import TaskPrompt, read_images
 from eval.tasks.stop_strings import collect_until_stop
 
 
@@ -286,11 +286,12 @@ def run_every_shape(
 ) -> None:
     """The first rounds of one batch of each shape. Errors are raised unless `tolerant`: the timed pass names them."""
     prompts = [[item.prompt_ids for item in batch] for batch in batches]
-    for batch in one_batch_per_shape(engine, prompts, max_new_tokens):
+    for number in one_batch_per_shape(engine, prompts, max_new_tokens):
         if engine.draft is not None:
             engine.draft.shape = method.shape
         with contextlib.suppress(Exception) if tolerant else contextlib.nullcontext():
-            run_first_rounds(engine, batch, max_new_tokens)
+            images = read_images(batches[number])
+            run_first_rounds(engine, prompts[number], max_new_tokens, images)
 
 
 def decode_batch(
@@ -307,10 +308,12 @@ def decode_batch(
     """
     if engine.draft is not None:
         engine.draft.shape = method.shape
-    prompts = [item.prompt_ids for item in batch]
+    prompts, images = [item.prompt_ids for item in batch], read_images(batch)
     synchronize(engine.device)
     start = time.perf_counter()
-    rounds = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds, phases=phases)
+    rounds = engine.speculate(
+        prompts, max_new_tokens=max_new_tokens, seeds=seeds, phases=phases, images=images
+    )
     records = collect_until_stop(batch, rounds, engine.target.tokenizer)
     synchronize(engine.device)
     share = (time.perf_counter() - start) / len(batch)

@@ -25,7 +25,13 @@ from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
 from eval.metrics.bootstrap import MS_PER_SECOND
 from eval.metrics.round_cost import fit_step_cost
 from eval.results.report import FailedPrompt
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
+from eval.tasks.loading import (
+    Task,
+    TaskPrompt,
+    load_task_prompts,
+    read_images,
+    with_later_turns,
+)
 from eval.tasks.stop_strings import collect_until_stop
 
 BATCH_SIZE = 16  # of prompts whose later turns need an answer
@@ -45,7 +51,11 @@ def decode_untimed(
     prompts = [item.prompt_ids for item in items]
     engine = context.build_engine(method, sampling)
     rounds = engine.speculate(
-        prompts, rows=rows, max_new_tokens=context.max_new_tokens, seed=context.seed
+        prompts,
+        rows=rows,
+        max_new_tokens=context.max_new_tokens,
+        seed=context.seed,
+        images=[item.images for item in items],
     )
     return collect_until_stop(items, rounds, context.target.tokenizer, lambda _: progress())
 
@@ -119,9 +129,12 @@ def measure_gpu_utilisation(
     seen: list[int] = []
     try:
         for start in range(0, len(items), batch_size):
-            batch = [item.prompt_ids for item in items[start : start + batch_size]]
+            batch = items[start : start + batch_size]
+            prompts, images = [item.prompt_ids for item in batch], read_images(batch)
             last = time.perf_counter()
-            for _ in engine.speculate(batch, max_new_tokens=context.max_new_tokens):
+            for _ in engine.speculate(
+                prompts, max_new_tokens=context.max_new_tokens, images=images
+            ):
                 if time.perf_counter() - last > NVML_PERIOD:
                     seen.append(torch.cuda.utilization(device))
                     last = time.perf_counter()
@@ -153,7 +166,7 @@ def load_eval_prompts(
                 journal.put(keys[i], record.output_ids)
         return [journal.get(key) for key in keys]
 
-    loaded = [item for task in tasks for item in load_task_prompts(task, target)]
+    loaded = [item for task in tasks for item in load_task_prompts(task, target, True)]
     policy: dict[str, str] = {task.name: task.too_long for task in tasks}
     items = with_later_turns(loaded, target, policy, answers)
     failed = [FailedPrompt(item.task, item.id, item.error) for item in items if item.error]

@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from decode.constraints.grammar import Matcher
 from decode.model.compatibility import cache_name
@@ -33,6 +34,7 @@ from decode.model.seq2seq import (
     prepare_generate,
     run_decoder,
 )
+from decode.model.vision import ImageInputs, image_arguments, image_token
 from eval.results.report import GreedyMismatch, GreedyVerdict, NotCompared
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
@@ -48,9 +50,10 @@ def reference_greedy_output(
     target: Target,
     stop: Sequence[str] = (),
     grammar: Matcher | None = None,
+    images: ImageInputs | None = None,
 ) -> list[int]:
-    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are. With
-    `grammar` it chooses among the tokens that this allows."""
+    """Token ids of transformers' greedy `generate` on the prompt with its images, cut at the context length and the
+    stop strings as ours are. With `grammar` it chooses among the tokens that this allows."""
 
     def allowed(_: int, text: torch.Tensor) -> list[int]:
         assert grammar is not None
@@ -68,6 +71,7 @@ def reference_greedy_output(
         attention_mask=torch.ones_like(ids),
         generation_config=generation_settings(model, target.eos, room),
         prefix_allowed_tokens_fn=None if grammar is None else allowed,
+        **image_arguments(model, images),
     )
     return trim_at_stop(generated_ids(model, out[0], len(prompt)), stop, target.tokenizer)
 
@@ -80,15 +84,24 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 @torch.inference_mode()
 def logits_after(
-    model: Any, ids: list[int], start: int, width: int, **arguments: Any
+    model: Any,
+    ids: list[int],
+    start: int,
+    width: int,
+    images: ImageInputs | None = None,
+    **arguments: Any,
 ) -> torch.Tensor:
-    """Logits [V] of the token after `ids`, by one pass over ids[:start] and passes over `width` tokens each.
-    `arguments`: those of `decoder_inputs`. The last pass has its full width too, as in verification; the tokens that it
-    reads past `ids` are arbitrary."""
+    """Logits [V] of the token after `ids`, by one pass over ids[:start], which hold the `images`, and passes over
+    `width` tokens each. `arguments`: those of `decoder_inputs`. The last pass has its full width too, as in
+    verification; the tokens that it reads past `ids` are arbitrary."""
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
     name, cache, at, end = cache_name(model), None, 0, start
+    first = {
+        key: pad(value, (0, start - value.shape[1])) if key.endswith("token_type_ids") else value
+        for key, value in image_arguments(model, images).items()
+    }
     while True:
-        given = {name: cache, **arguments}
+        given = {name: cache, **arguments, **(first if at == 0 else {})}
         out = run_decoder(model, tokens[:, at:end], use_cache=True, **given)
         if end >= len(ids):
             logits: torch.Tensor = out.logits[0, len(ids) - 1 - at].double()
@@ -132,21 +145,28 @@ def wider_precision(model: Any) -> Iterator[None]:
 
 
 def measure_pair(
-    model: Any, prompt: list[int], answer: list[int], pair: tuple[int, int], k: int
+    model: Any,
+    prompt: list[int],
+    answer: list[int],
+    pair: tuple[int, int],
+    k: int,
+    images: ImageInputs | None = None,
 ) -> tuple[float, float]:
-    """(gap, noise) of two tokens after prompt + answer, as GreedyMismatch has them, for rounds of k drafted tokens."""
+    """(gap, noise) of two tokens after the prompt with its images + answer, as GreedyMismatch has them, for rounds of k
+    drafted tokens."""
     before, _ = decoder_inputs(model, prompt)
     ids, start = [*before, *answer], len(before)
 
     def gap(start: int, width: int) -> float:
         _, arguments = decoder_inputs(model, prompt)  # an encoder runs in the same precision
-        logits = logits_after(model, ids, start, width, **arguments)
+        logits = logits_after(model, ids, start, width, images, **arguments)
         return float(logits[pair[0]] - logits[pair[1]])
 
     with wider_precision(model) if holds_all_weights(model) else nullcontext():
         exact = gap(len(ids), 1)
-    # The prompt's last token is read with the answer, so that its logits vary too.
-    apart = max(1, start - 1)
+    # The prompt's last token is read with the answer, so that its logits vary too, unless it is a part of an image.
+    is_image = images is not None and prompt[-1] == image_token(model.config)
+    apart = start if is_image else max(1, start - 1)
     passes = [gap(len(ids), 1), gap(start, 1), *(gap(apart, width) for width in range(1, k + 2))]
     return exact, max(abs(found - exact) for found in passes)
 

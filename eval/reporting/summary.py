@@ -27,6 +27,7 @@ def summary_lines(report: EvalReport) -> list[str]:
         f"{format_number(plain.ms_per_token, 2)} ms per token.",
         distribution_verdict(report),
         *assisted_generation_lines(report),
+        f"Prompts with images: {report.image_prompts:,}." if report.image_prompts else "",
         failed_prompts_line(report),
         dropped_turns_line(report),
         void_line(report),

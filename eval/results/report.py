@@ -539,6 +539,7 @@ class EvalReport:
     earlier_targets: list[ModelFingerprint] = field(default_factory=list)
     """Other targets that measurements in it may be of, because it was allowed; an empty one does not say which."""
     tasks: list[Name] = field(default_factory=list)
+    image_prompts: Omitted[int] = None  # how many prompts hold images; None: none does
     argv: Private[list[str]] = field(default_factory=list)
     git: Digest | None = None
     versions: dict[Word, Version]

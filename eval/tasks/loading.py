@@ -8,10 +8,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from decode.common.chat.choice import Arguments, Messages, Tools
 from decode.common.errors import UserError
+from decode.engine.image_prompts import ImageReader
 from decode.model.loading import Target
+from decode.model.vision import ImageInputs
 from decode.model.vocabularies import check_embedded
 from eval.settings.evaluation import Task
 from eval.tasks import row_files
@@ -24,7 +27,11 @@ from eval.tasks.dataset_specs import (
     load_rows,
     render_template,
 )
-from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
+from eval.tasks.images import FoundImages, PromptImages, names_in
+from eval.tasks.row_forms import IMAGES, DatasetRow, read_arguments, read_row, read_tools
+
+WITH_IMAGES = "images"
+"""The domain of prompts with images whose rows name none."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +54,34 @@ class TaskPrompt:
     error: str = ""  # why it cannot be decoded; empty if it can
     form: str = ""
     """How its row of a file of the user's was read, such as "read as prompt (columns prompt)"."""
+    images: PromptImages | None = None
+    """What the target's forward takes beside `prompt_ids`; None for a prompt of text."""
 
 
-def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
+def load_task_prompts(task: Task, target: Target, with_images: bool = False) -> list[TaskPrompt]:
     """The task's prompts in file order, of a chat the first turn; `with_later_turns` adds the others.
 
-    UserError names the file and line of a bad prompt, or of one that is too long (unless `task.too_long` counts it).
+    `with_images`: those of rows of the user's are read too, if the target reads images. UserError names the file and
+    line of a bad prompt, of an image that cannot be read, or of a prompt that is too long (unless `task.too_long`
+    counts it).
     """
-    spec = _task_spec(task)
+    spec, images = _task_spec(task), None
+    if with_images and target.runner.takes_images and spec.name == CUSTOM_DATASET.name:
+        images = FoundImages(partial(ImageReader.of, target))
     items: list[TaskPrompt] = []
     seen: set[str] = set()
     for row in load_rows(task.name, task.path, spec, task.limit):
-        item = _build_prompt(task, spec, row, target)
+        item = _build_prompt(task, spec, row, target, images)
         if item.id in seen:
             raise UserError(f"{row.location}: id {item.id} occurs twice: drop one")
         seen.add(item.id)
         items.append(item)
     return items
+
+
+def read_images(items: Sequence[TaskPrompt]) -> list[ImageInputs | None]:
+    """The inputs of each prompt's images, for whoever starts a clock: making them is no part of decoding."""
+    return [None if item.images is None else item.images.read() for item in items]
 
 
 def load_fitting_prompts(tasks: Sequence[Task], target: Target) -> list[TaskPrompt]:
@@ -115,7 +133,9 @@ def _next_turn(
     )  # fmt: skip
 
 
-def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target) -> TaskPrompt:
+def _build_prompt(
+    task: Task, spec: DatasetSpec, row: DatasetRow, target: Target, images: FoundImages | None
+) -> TaskPrompt:
     if spec.placeholder and spec.placeholder in str(row.fields):
         raise UserError(
             f"{row.location} has no text of its own ({spec.placeholder!r}): complete the file first; {spec.about}"
@@ -129,21 +149,32 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         whole = isinstance(turns, list) and all(isinstance(x, str) and x for x in turns)
         if not whole or not turns:
             raise UserError(f"{row.location}: `turns` must be a list of the user's messages")
+        if images is not None and any(row.fields.get(column) for column in IMAGES):
+            raise UserError(f"{row.location}: `turns` are texts: give a row's images in `messages`")
         prompt, *later = turns[: task.turns or None]
         # One turn is a plain prompt: it needs no chat template.
         prompt = [{"role": "user", "content": prompt}] if later else prompt
         tools = read_tools(row)
     elif spec.name == CUSTOM_DATASET.name:
-        found = read_row(row, answered=False)
+        found = read_row(row, answered=False, with_images=images is not None)
         asked = None if found is None else found.question()
         if found is None or asked is None:
             raise UserError(f"{row.location} has no prompt: fill it or remove the row")
         prompt, tools, form = asked, found.tools, found.describe()
+        if images is not None:
+            path = spec.data_path(task.name, task.path)
+            prompt = images.place(asked, found, row.location, path)
     else:
         prompt = render_template((spec.chat_prompt if chat else "") or spec.prompt, row)
     arguments = read_arguments(row)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    shown = None
     try:
-        ids = _encode(target, prompt, tools, arguments)
+        if images is not None and names_in(messages):
+            ids = images.encode(messages, tools, arguments)
+            shown = images.inputs(ids, messages)
+        else:
+            ids = _encode(target, prompt, tools, arguments)
     except UserError as error:
         hint = "; or set the task's `turns: 1`" if later else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
@@ -159,12 +190,11 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     domain = str(evaluate_expression(spec.domain_from, row) or spec.domain)
     metric = spec.metrics.get(domain, spec.metric)
     reference = render_template(spec.reference, row).strip("\n") if metric else ""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     return TaskPrompt(
         task=task.name,
         id=digest if own_id is None else str(own_id),
         prompt_ids=ids,
-        domain=domain or task.name,
+        domain=domain or (task.name if shown is None else WITH_IMAGES),
         stop=() if chat else tuple(spec.stop),
         metric=metric if reference else "",
         reference=reference,
@@ -175,6 +205,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         later_turns=tuple(later),
         error=error_text,
         form=form,
+        images=shown,
     )
 
 

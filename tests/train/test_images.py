@@ -26,17 +26,30 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_target
 from decode.model.vision import image_token
 from eval.metrics.acceptance import Acceptance
+from eval.tasks.images import FoundImages, read_stored
 from eval.tasks.row_forms import DatasetRow, read_row
 from tests import worlds
 from tests.params import slow_except
 from tests.rows import file_sources, sample, write_rows
 from tests.tiny import tiny_model, tiny_target
-from tests.vision import PictureProcessor, Prompt, generated, llava_folder, vision_model
-from tests.worlds import CONTEXT, EOS
+from tests.vision import (
+    COLORS,
+    Prompt,
+    generated,
+    llava_folder,
+    load_processor,
+    own_inputs,
+    processor_of,
+    said,
+    save_pictures,
+    save_target,
+    shown,
+    user,
+)
+from tests.worlds import EOS
 from train import answering, training
 from train.data import batching, mixture
 from train.data.conversations import Conversation
-from train.data.images import FoundImages, read_stored
 from train.data.manifest import load_set
 from train.data.mixture import locate_images
 from train.data.prompt_pipeline import TokenizedPrompt
@@ -53,17 +66,6 @@ from train.teacher.live import LiveTeacher
 from train.trainer.settings import DistillConfig
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3"]
-COLORS = ("red", "blue", "green")
-load_processor = image_prompts.load_processor
-
-
-def processor_of(name: str, revision: str | None = None) -> Any:
-    """The processor of a tiny target: LLaVA's own, for other kinds one of these tests."""
-    config = AutoConfig.from_pretrained(name)
-    if config.model_type == "llava":
-        return load_processor(name, revision)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return PictureProcessor(config.model_type, tokenizer, image_token(config))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,35 +73,6 @@ def processors() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_prompts, "load_processor", processor_of)
         yield
-
-
-def save_target(folder: Path, kind: str) -> Path:
-    """A tiny target of bytes; its placeholder is a token of its own."""
-    tokenizer = worlds.byte_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    model = vision_model(kind, seed=1, **size)
-    model.config.image_token_id = len(tokenizer) - 1
-    return worlds.save(folder, model, tokenizer)
-
-
-def save_pictures(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for color in COLORS:
-        Image.new("RGB", (40, 30), color).save(folder / f"{color}.png")
-    return folder
-
-
-def user(*content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": [*content]}
-
-
-def shown(path: str) -> dict[str, str]:
-    return {"type": "image", "image": path}
-
-
-def said(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
 
 
 def asked_rows() -> list[dict[str, Any]]:
@@ -151,22 +124,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Sampled:
     return sampled(tmp_path_factory.mktemp("images"), KINDS[0])
 
 
-def own_inputs(target: Path, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
-    """What the target's processor makes of `images`, each input of tokens being of all `ids`."""
-    config = AutoConfig.from_pretrained(target)
-    content = [{"type": "image", "image": one} for one in images]
-    found = processor_of(str(target)).apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
-        return_dict=True, return_tensors="pt",
-    )  # fmt: skip
-    kinds = torch.tensor([[int(token == image_token(config)) for token in ids]])
-    return {
-        name: kinds if "type_ids" in name else value
-        for name, value in found.items()
-        if name not in ("input_ids", "attention_mask")
-    }
-
-
 # ---- rows ----
 
 
@@ -191,11 +148,18 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def no_reader() -> ImageReader:
+    raise AssertionError("nothing is encoded here")
+
+
 def placed(fields: dict[str, Any], folder: Path | None) -> tuple[Any, FoundImages]:
     """The question of a row with the names of its images."""
     fields = {name: json.loads(json.dumps(value).replace("FOLDER", str(folder))) if "FOLDER" in str(value)
               else value for name, value in fields.items()}  # fmt: skip
-    row, found = read_row(DatasetRow(fields, "row 1"), False, with_images=True), FoundImages()
+    row, found = (
+        read_row(DatasetRow(fields, "row 1"), False, with_images=True),
+        FoundImages(no_reader),
+    )
     assert row is not None
     question = row.question()
     assert question is not None
@@ -519,6 +483,15 @@ def test_a_draft_learns_from_images(family: str, world: Sampled, tmp_path: Path)
     found = image_answers(world, tmp_path / "live", max_new_tokens=12)
     want = image_answers(world, None, max_new_tokens=12)
     assert [x.output_ids for x in found] == [x.output_ids for x in want]
+    worlds.call(
+        "eval/run.py", "--target", world.target, "--out", tmp_path / "eval", "--temperatures", "[0.0]",
+        "--methods", json.dumps([{"name": family, "draft": str(tmp_path / "live"), "k": 2}]),
+        "--tasks", json.dumps([{"name": "own", "path": str(world.prompts)}]),
+        "--max_new_tokens", 12, "--phase_prompts", 0,
+    ).ok()  # fmt: skip
+    report = json.loads((tmp_path / "eval" / "report.json").read_text())
+    assert report["image_prompts"] == 5
+    assert all(x["lossless"]["greedy_identical"] for x in report["methods"])
     stored = distilled(
         world,
         tmp_path / "stored",
@@ -603,17 +576,75 @@ def test_lost_and_altered_images_are_seen(world: Sampled, tmp_path: Path) -> Non
 
 
 def test_the_doctor_finds_supervised_images(world: Sampled) -> None:
-    """Bug: a set whose loss spans lie over images."""
+    """Bug: a set whose loss spans lie over images. Nothing else is said of such a set: what stands for an image is no
+    special token of a reply, no loop, no label that is missing, and may be a token that the target does not embed."""
     tokenizer = AutoTokenizer.from_pretrained(world.target)
 
-    def found(rows: Sequence[SampleRow]) -> dict[str, int]:
-        tally = Tally(0.01)
-        check = AnswerCheck(tally, tokenizer, frozenset(EOS), len(tokenizer), 512)
+    def found(
+        rows: Sequence[SampleRow], size: int = len(tokenizer), longest: int = 4096
+    ) -> dict[str, int]:
+        tally = Tally(0.3)
+        check = AnswerCheck(tally, tokenizer, frozenset(EOS), size, longest)
         for row in rows:
             check.add(SeenRow(row["id"], row, ChatTemplate(tokenizer), None, False))
         check.finish()
         return {finding.name: finding.rows for finding in tally.findings()[0]}
 
-    assert "images are supervised" not in found(world.rows)
+    usual = found(world.rows)
+    assert "images are supervised" not in usual
+    assert found(world.rows, len(tokenizer) - 1) == usual
     planted = [batching.supervise_whole_row(row) for row in world.rows]
-    assert found(planted)["images are supervised"] == 5
+    assert found(planted) == {**usual, "images are supervised": 5}
+    large = [with_larger_images(row) for row in world.rows]
+    assert found(large) == usual
+    assert found(large, longest=512) == {**usual, "rows longer than training reads": 5}
+    as_text = [{**row, "image_spans": []} for row in large]
+    assert found(as_text)["few supervised tokens"] == len(large)  # type: ignore[arg-type]
+
+
+def with_larger_images(row: SampleRow) -> SampleRow:
+    """The row with a hundred times as many placeholders in its first image."""
+    if "images" not in row:
+        return row
+    [start, end], *later = row["image_spans"]
+    more = 99 * (end - start)
+    ids = [int(token) for token in row["input_ids"]]
+    return {
+        **row,
+        "input_ids": [*ids[:start], *[ids[start]] * more, *ids[start:]],
+        "image_spans": [[start, end + more], *([a + more, b + more] for a, b in later)],
+        "loss_spans": [[a + more, b + more] for a, b in row["loss_spans"]],
+    }
+
+
+def doctor(target: Path, *arguments: object) -> dict[str, Any]:
+    """The JSON of the command's last line, with its findings by name."""
+    done = worlds.call("train/doctor.py", "--target", target, *arguments).ok()
+    result: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+    return {**result, "found": {x["name"]: x for x in result["findings"]}}
+
+
+def test_the_doctor_names_images_that_cannot_be_read(world: Sampled, tmp_path: Path) -> None:
+    """Catches rows with images that the doctor refuses, other ids than sampling gives them, and images that only the
+    sampling or the training finds missing or damaged."""
+    both = "--sources", file_sources(world.prompts), "--data", world.out
+    result = doctor(world.target, *both)
+    assert [x for x in result["findings"] if x["severity"] == "stops"] == []
+    assert not {"row is refused", "special token inside a reply"} & {*result["found"]}
+    prompts = result["parts"]["Prompts before sampling"]
+    assert (prompts["rows"], prompts["facts"]["with images"]) == (6, 5)
+    folder = save_pictures(tmp_path / "data")
+    whole = (folder / "blue.png").read_bytes()
+    (folder / "blue.png").write_bytes(whole[: len(whole) // 2])
+    asked = [{"messages": [user(shown(f"{x}.png"), said("zq"))]} for x in ("red", "blue", "none")]
+    path = write_rows(folder / "prompts.jsonl", asked)
+    found = doctor(world.target, "--sources", file_sources(path))["found"]
+    assert f"{folder}/none.png" in found["row is refused"]["cost"]
+    assert f"{folder}/blue.png" in found["prompt is refused"]["cost"]
+    shutil.copytree(world.out, tmp_path / "set")
+    image = next((tmp_path / "set" / "images").iterdir())
+    image.write_bytes(image.read_bytes() + b"x")
+    lost = doctor(world.target, "--data", tmp_path / "set")["found"]["image cannot be read"]
+    assert (lost["severity"], image.name in lost["cost"]) == ("stops", True)
+    held = [row for row in world.rows if image.name in row.get("images", ())]
+    assert lost["rows"] == len(held)

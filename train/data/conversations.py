@@ -18,8 +18,8 @@ from decode.common.chat.choice import Arguments, Messages, Tools
 from decode.common.chat.probe import assistant, user
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
+from eval.tasks.images import names_in
 from eval.tasks.row_forms import Content, message_text
-from train.data.images import names_in
 from train.settings.data import TurnSelection
 
 INSTRUCTING = ("system", "developer")

@@ -15,8 +15,8 @@ from decode.common.errors import UserError
 from decode.common.target_record import difference
 from decode.common.typed_json import to_json
 from decode.model.loading import Target, compare_tokenizers
+from eval.tasks.images import FOLDER
 from train.data import batching
-from train.data.images import FOLDER
 from train.data.manifest import Manifest, load_set, read_manifest
 from train.data.sample_store import Rows, SampleRow, Subset, image_names, rows_digest
 from train.settings.data import DataSpec, MixturePart, Supervised

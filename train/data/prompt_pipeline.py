@@ -16,7 +16,7 @@ from decode.common.chat.choice import Arguments, TemplateSetting
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.common.target_record import ModelFingerprint
-from decode.engine.image_prompts import ImageReader, encode_chat
+from decode.engine.image_prompts import ImageReader
 from decode.model import compatibility
 from decode.model.loading import (
     check_tokenizer_size,
@@ -27,6 +27,7 @@ from decode.model.loading import (
 )
 from decode.model.vision import image_token, is_vision_language
 from decode.model.vocabularies import check_embedded
+from eval.tasks.images import FoundImages
 from train.data import conversations
 from train.data.conversations import Conversation, Prompt, join_turns, named, prompt_text
 from train.data.filters import (
@@ -38,7 +39,6 @@ from train.data.filters import (
     PromptFilter,
     learn_once,
 )
-from train.data.images import FoundImages, with_pictures
 from train.data.sources import (
     ANSWER_ADVICE,
     NO_PROMPTS,
@@ -103,6 +103,10 @@ class TargetTokenizer:
         assert self.image_token is not None
         return ImageReader.load(self.name, self.revision, self.image_token, self.template)
 
+    def find_images(self) -> FoundImages | None:
+        """Where the images of prompts will be; None for a target that reads text only."""
+        return None if self.image_token is None else FoundImages(lambda: self.images)
+
     def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
         """The same with the chat template that `ChatTemplate.chosen` gives."""
         chat = ChatTemplate.chosen(self.tokenizer, setting)
@@ -161,8 +165,8 @@ def load_prompts(
     """
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
-    if reader.image_token is not None and s.origin != "text":
-        log.images = FoundImages()
+    if s.origin != "text":
+        log.images = reader.find_images()
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
     filters = PromptFilter(s.filters, evaluation_texts(s.decontaminate))
     marks = reader.chat.marks
@@ -255,9 +259,7 @@ def _convert(
         if s.origin != "text":
             of_text = [prompt for prompt in prompts if not prompt.images]
             asked = iter(conversations.conversations_without_replies(reader.chat, of_text, s.turns))
-            found = [
-                (p, _encode_images(s, p, reader, log) if p.images else next(asked)) for p in prompts
-            ]
+            found = [(p, _encode_images(s, p, log) if p.images else next(asked)) for p in prompts]
         elif reader.encoder_decoder:
             found = [(first, conversations.encoder_pair(reader.chat, first))]
         elif first.tokens is not None:
@@ -279,19 +281,14 @@ def _convert(
     return found
 
 
-def _encode_images(
-    s: PromptConfig, prompt: Prompt, reader: TargetTokenizer, log: ReadLog
-) -> Conversation:
+def _encode_images(s: PromptConfig, prompt: Prompt, log: ReadLog) -> Conversation:
     """The prompt segment of a chat with images. UserError for one of which several replies are asked."""
     assert log.images is not None
     messages = prompt.messages or []
     if s.turns == "all" and any(message["role"] == "assistant" for message in messages):
         raise UserError("a chat with images gets its last reply alone: set turns to last")
-    pictures = map(log.images.open, prompt.images)
     with named(prompt):
-        chat = with_pictures(messages, pictures)
-        encoded = encode_chat(reader.images.processor, chat, prompt.tools, prompt.arguments)
-    return Conversation([encoded.ids], [])
+        return Conversation([log.images.encode(messages, **prompt.given)], [])
 
 
 def has_replies(prompt: Prompt) -> bool:

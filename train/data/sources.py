@@ -13,11 +13,11 @@ from pathlib import Path
 
 from decode.common.errors import UserError
 from eval.tasks.dataset_specs import BUNDLED_PROMPTS
+from eval.tasks.images import FoundImages
 from eval.tasks.row_files import read_hub_rows, read_rows
 from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
 from train.data.conversations import Prompt, make_prompt, prompt_text
-from train.data.images import FoundImages
 from train.data.traces import read_tokens, unfold
 from train.settings.data import PromptSource
 
@@ -255,9 +255,7 @@ def _read_row(
     content = None if row is None else row.answered() if answered else row.question()
     if row is not None and content is not None:
         if log.images is not None and not isinstance(content, tuple):
-            path = Path(source.path)
-            folder = path if path.is_dir() else path.parent
-            of_file = folder if source.kind == "file" else None
+            of_file = Path(source.path) if source.kind == "file" else None
             content = log.images.place(content, row, where, of_file)
         if isinstance(content, list):
             check_said(content, where)

@@ -9,6 +9,7 @@ import numpy as np
 from decode.common.chat.probe import TemplateProbe, user
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
+from train.data.batching import count_labels
 from train.data.conversations import Prompt
 from train.doctor_checks.findings import Defect, Tally, count, percent
 from train.doctor_checks.rows import SeenRow
@@ -30,21 +31,23 @@ class AnswerCheck:
         self.special = added | set(tokenizer.all_special_ids) | eos
         self.inside = Counter[int]()
         self.max_length = max_length
-        self.ends = self.read = 0
+        self.ends = self.read = self.of_images = 0
         tally.said["max_length"] = max_length
 
     def add(self, row: SeenRow) -> None:
-        tally, labels = self.tally, int(row.labels.sum())
+        tally = self.tally
+        labels, left = map(int, count_labels(row.row, self.max_length))
         tally.looked["rows"] += 1
         tally.labels += labels
-        self.read += len(row.ids)
-        if row.ids and not 0 <= min(row.ids) <= max(row.ids) < self.vocab_size:
+        text = row.text_ids()
+        self.read += len(text)
+        self.of_images += len(row.ids) - len(text)
+        if text and not 0 <= min(text) <= max(text) < self.vocab_size:
             tally.add("tokens outside the vocabulary", row)
-        shown = [range(*span) for span in row.row.get("image_spans", ())]
-        if within := sum(len({*span} & {*range(*x)}) for span in shown for x in row.spans):
+        if within := sum(int(row.is_image[start:end].sum()) for start, end in row.spans):
             tally.add("images are supervised", row, within)
-        if lost := int(row.labels[self.max_length :].sum()):
-            tally.add("rows longer than training reads", row, lost)
+        if left < labels:
+            tally.add("rows longer than training reads", row, labels - left)
         if labels > 0 and not row.is_window:
             self._add_answers(row, labels)
 
@@ -53,7 +56,7 @@ class AnswerCheck:
         tally.looked["answers"] += 1
         if row.row["finish_reason"] == "length":
             tally.add("answers cut off", row, labels)
-        answers = [row.ids[start:end] for start, end in row.spans]
+        answers = [ids for start, end in row.spans if (ids := row.text_ids(start, end))]
         self.ends += sum(answer[-1] in self.eos for answer in answers)
         said = [answer[: len(answer) - (answer[-1] in self.eos)] for answer in answers]
         if looping := sum(map(loop_length, said)):
@@ -102,6 +105,7 @@ def check_sources(
             "tool calls": any(m.get("tool_calls") for m in messages),
             "tool results": any(m["role"] == "tool" for m in messages),
             "turns": any(m["role"] == "assistant" for m in messages),
+            "images": len(prompt.images) > 0,
         }
         for what in (what for what, holds in held.items() if holds):
             found[what].add(row)
@@ -115,6 +119,7 @@ def check_sources(
         "with a system message": found["system messages"].rows,
         **{f"with {name}": found[name].rows for name in ("tools", "tool calls", "tool results")},
         "chats of several turns": found["turns"].rows,
+        **({"with images": found["images"].rows} if "images" in found else {}),
     }
 
 

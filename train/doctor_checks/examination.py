@@ -3,10 +3,11 @@
 Rows are read one by one. In memory stay counts and a few examples.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from decode.common.chat.probe import TemplateMarks, TemplateProbe
 from decode.common.chat.render import ChatTemplate
 from decode.common.errors import UserError
 from decode.model.loading import load_config
+from eval.tasks.images import FOLDER, read_stored
 from train.data import mixture
 from train.data.conversations import Conversation, Prompt, encode_prompt
 from train.data.filters import EvaluationOverlap
@@ -98,7 +100,8 @@ def examine_sets(
     first: list[SeenRow] = []
     for row in read_rows(s, renderings, tally):
         answers.add(row)
-        if not 0 <= min(row.ids, default=0) <= max(row.ids, default=0) < size:
+        text = row.text_ids()
+        if not 0 <= min(text, default=0) <= max(text, default=0) < size:
             continue  # such ids have no text
         tally.looked.update(texts=1, chosen=row.chosen)
         boundary.add(row)
@@ -115,6 +118,7 @@ def examine_sets(
     facts: dict[str, str | int] = {
         "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
+        **({"tokens of images": f"{answers.of_images:,}"} if answers.of_images else {}),
     }
     facts |= lookup.facts()
     return _examination(s, tally, looked["rows"], facts, first)
@@ -125,7 +129,7 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
 
     A set that was made with another chat template is reported.
     """
-    parts = mixture.mixture_parts(s.data)
+    parts, unread = mixture.mixture_parts(s.data), functools.cache(_why_unread)
     for number, part in enumerate(parts):
         manifest, store = load_set(Path(part.path))
         setting = manifest.template if s.template is None else renderings.usual
@@ -143,7 +147,21 @@ def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
             own = json.loads(row.get("chat_template_kwargs", "null"))
             again = i in chosen and "images" not in row  # their placeholders are no rendered text
-            yield SeenRow(name, row, *renderings.of(setting, own), again)
+            seen = SeenRow(name, row, *renderings.of(setting, own), again)
+            paths = mixture.locate_images(Path(part.path, FOLDER), row).get("images", ())
+            if lost := next(filter(None, map(unread, paths)), ""):
+                tally.said.setdefault("unread", lost)
+                tally.add("image cannot be read", seen)
+            yield seen
+
+
+def _why_unread(path: str) -> str:
+    """What is wrong with a stored image; "" for nothing."""
+    try:
+        read_stored(path)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def examine_prompts(
@@ -160,8 +178,11 @@ def examine_prompts(
     seen: list[tuple[SeenRow, Prompt]] = []
     for prompt in prompts:
         try:
-            ids = encode_prompt(bare, prompt)
-            renderings.reader.check_embedded(Conversation([ids], []))
+            if prompt.images and log.images is not None:
+                ids = log.images.encode(prompt.messages or [], **prompt.given)
+            else:
+                ids = encode_prompt(bare, prompt)
+                renderings.reader.check_embedded(Conversation([ids], []))
         except UserError as error:
             tally.said.setdefault("why", f"{prompt.location}: {error}")
             refused = SeenRow(prompt.id, prompt_row(prompt, []), chat, None, False)
@@ -184,9 +205,11 @@ def examine_prompts(
     return _examination(s, tally, len(prompts), facts, [row for row, _ in seen[: s.show]])
 
 
-def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
-    """(the prompts of `sources`, equal ones left out; how they were read). UserError if there are none."""
-    log = ReadLog(max_bad_rows=1.0)
+def read_sources(s: DoctorConfig, renderings: Renderings) -> tuple[list[Prompt], ReadLog]:
+    """(the prompts of `sources` with their images, equal ones left out; how they were read). UserError if there are
+    none."""
+    reader = replace(renderings.reader, template=renderings.usual)
+    log = ReadLog(max_bad_rows=1.0, images=reader.find_images())
     prompts = list(stream_prompts(s.sources, s.seed, log))
     log.check_share()
     if len(prompts) == 0:

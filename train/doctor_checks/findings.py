@@ -46,7 +46,7 @@ KINDS = {kind.name: kind for kind in (
         "add its id to eos_token_id in the target's generation_config.json, and sample again"),
     # Prompts before sampling
     FindingKind("prompt is refused", STOPS, "rows",
-        "{share} of the prompts cannot be encoded; sampling skips them, and ends above its max_bad_rows: {why:.160}",
+        "{share} of the prompts cannot be encoded; sampling skips them, and ends above its max_bad_rows: {why:.400}",
         "remove or change them"),
     FindingKind("row is refused", STOPS_OR_COSTS, "",
         "{share} of the rows cannot be read; sampling skips them, and ends above its max_bad_rows: {refused:.400}",
@@ -80,6 +80,9 @@ KINDS = {kind.name: kind for kind in (
     FindingKind("tokens outside the vocabulary", STOPS, "rows",
         "{share} of the rows hold ids that the target has no embedding for: training ends there",
         "use the target that the samples were made with"),
+    FindingKind("image cannot be read", STOPS, "rows",
+        "{share} of the rows hold an image that is not as it was sampled: training ends there ({unread:.400})",
+        "run the train/sample.py command again"),
     FindingKind("images are supervised", STOPS_OR_COSTS, "rows",
         "{share} of the rows have loss spans over what stands for an image, which is no text: training leaves {tokens} "
         "tokens of them out", "make the set again with train/sample.py, whose spans are answers alone"),
@@ -98,7 +101,7 @@ KINDS = {kind.name: kind for kind in (
         "{token_share} of the supervised tokens lie behind token {max_length:,} of their row and are cut",
         "raise --loop.max_length (here --max_length)", by_tokens=True),
     FindingKind("few supervised tokens", STOPS_OR_COSTS, "",
-        "{labelled} of the tokens that the target reads are labels",
+        "{labelled} of the tokens of text that the target reads are labels",
         "longer answers (--max_new_tokens), --turns all, or --supervise all in training"),
     # Prompts and answers as a whole
     FindingKind("evaluation prompt in the data", COSTS, "texts",

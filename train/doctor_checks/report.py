@@ -69,7 +69,7 @@ def report(s: DoctorConfig) -> None:
     check(s)
     renderings = Renderings(s, load_target_tokenizer(s.target, s.revision))
     chat, probed = renderings.of(renderings.usual)
-    prompts, log = read_sources(s) if s.sources else ([], ReadLog())
+    prompts, log = read_sources(s, renderings) if s.sources else ([], ReadLog())
     parts = {}
     if s.data:
         by_id = {prompt.id: prompt for prompt in prompts}

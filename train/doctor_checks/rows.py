@@ -33,6 +33,18 @@ class SeenRow:
         return np.asarray(self.row["input_ids"]).tolist()
 
     @functools.cached_property
+    def is_image(self) -> np.ndarray:
+        """[T] bool: tokens that stand for an image, which are no text."""
+        mask = np.zeros(len(self.ids), dtype=bool)
+        for start, end in self.row.get("image_spans", ()):
+            mask[start:end] = True
+        return mask
+
+    def text_ids(self, start: int = 0, end: int | None = None) -> list[int]:
+        """The tokens of `ids[start:end]` that are text."""
+        return np.asarray(self.ids)[start:end][~self.is_image[start:end]].tolist()
+
+    @functools.cached_property
     def labels(self) -> np.ndarray:
         """[T] bool: tokens that training supervises, by the code that makes the batches of training."""
         return label_mask(self.row)

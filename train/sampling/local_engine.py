@@ -11,8 +11,8 @@ from decode.common.errors import NotFiniteError, UserError
 from decode.common.progress import ProgressBars
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
+from eval.tasks.images import FOLDER, PromptImages
 from train.data import sample_store
-from train.data.images import FOLDER, StoredInputs
 from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
@@ -94,10 +94,10 @@ def generate_answers(
 
 def stored_images(
     s: SampleConfig, state: ConversationState, reader: TargetTokenizer
-) -> StoredInputs | None:
+) -> PromptImages | None:
     """The images of a conversation's next prompt; None if it has none."""
     paths = [str(Path(s.out, FOLDER, name)) for name in state.prompt.images]
-    return StoredInputs(reader.images, state.prompt_ids(), paths) if paths else None
+    return PromptImages(reader.images, state.prompt_ids(), paths) if paths else None
 
 
 def group_by_turns(

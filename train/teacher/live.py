@@ -19,8 +19,8 @@ from decode.model.recurrent import has_recurrent_layers
 from decode.model.runner import logits_only_at
 from decode.model.seq2seq import start_id
 from decode.model.vision import VisionRunner
+from eval.tasks.images import PromptImages
 from train.data.batching import Batch
-from train.data.images import StoredInputs
 from train.losses import chunked_sums
 
 
@@ -125,7 +125,7 @@ class LiveTeacher:
             states = torch.zeros(*shape, width, dtype=self.model.dtype, device=self.model.device)
         for number, files in batch.images.items():
             tokens, (line, column) = batch.row_tokens(number), batch.starts[number]
-            inputs = StoredInputs(self.images, tokens.tolist(), files)
+            inputs = PromptImages(self.images, tokens.tolist(), files)
             run = partial(runner.forward_with_images, tokens[None], inputs, use_cache=False)
             states[line, column : column + len(tokens)] = states_of_pass(self.model, self.taps, run)
         return states

@@ -15,8 +15,8 @@ from decode.engine.request_checks import check_draft_length
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import Acceptance
+from eval.tasks.images import PromptImages
 from train.data.conversations import Prompt, encode_prompt
-from train.data.images import StoredInputs
 from train.data.mixture import Mixture
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, read_prompts
@@ -42,7 +42,7 @@ class AcceptanceEval:
     ):
         check_draft_length(target, s.k, "check.k")
         self.config, self.target, self.seed = s, target, seed
-        self.images: list[StoredInputs] | None = None
+        self.images: list[PromptImages] | None = None
         own: list[SampleRow] = []
         if rows is not None and target.is_encoder_decoder:
             own = rows[: s.prompts]
@@ -54,7 +54,7 @@ class AcceptanceEval:
         if own and not target.is_encoder_decoder:
             reader, files = ImageReader.of(target), [row["images"] for row in own]
             self.images = [
-                StoredInputs(reader, *one) for one in zip(self.prompts, files, strict=True)
+                PromptImages(reader, *one) for one in zip(self.prompts, files, strict=True)
             ]
         if own:
             return

@@ -183,10 +183,10 @@ def measured(
     """Three prompts by plain decoding, an n-gram draft and two other engines; `clock` sees every turn."""
     decode, run_first_rounds = timing.decode_batch, timing.run_first_rounds
 
-    def warmed(engine: SpeculativeEngine, prompts: list[list[int]], tokens: int) -> None:
+    def warmed(engine: SpeculativeEngine, prompts: list[list[int]], *rest: Any) -> None:
         name = "plain" if engine.draft is None else engine.draft.name
         clock.turns.append(f"{name} warm-up of {len(prompts)}")
-        run_first_rounds(engine, prompts, tokens)
+        run_first_rounds(engine, prompts, *rest)
 
     def seen(
         engine: SpeculativeEngine, method: Method, batch: Sequence[TaskPrompt], *rest: Any

@@ -1,11 +1,13 @@
-"""The images of a sampled set: found in the rows of sources, named by their content, stored once beside the samples."""
+"""The images of prompts: found in the rows of sources and tasks, named by their content, and stored once beside the
+samples of a set."""
 
 import base64
 import binascii
 import hashlib
 import io
 from collections import deque
-from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -14,10 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from decode.common import damage
-from decode.common.chat.choice import Messages
+from decode.common.chat.choice import Arguments, Messages, Tools
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
-from decode.engine.image_prompts import ImageReader, read_image
+from decode.engine.image_prompts import ImageReader, encode_chat, read_image
 from eval.tasks.row_forms import Row
 
 FOLDER = "images"
@@ -30,19 +32,26 @@ MARK = "<image>"
 class FoundImages:
     """The images of prompts that were read, before they are stored. Those that stand in rows are held in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, load_reader: Callable[[], ImageReader]) -> None:
+        """`load_reader` is called once, when the first prompt with images is encoded."""
+        self.load_reader = load_reader
         self.sources: dict[str, Path | bytes] = {}
         """{name: where it is, or its content}."""
 
+    @cached_property
+    def reader(self) -> ImageReader:
+        return self.load_reader()
+
     def place(
-        self, content: str | Messages, row: Row, where: str, folder: Path | None
+        self, content: str | Messages, row: Row, where: str, path: Path | None
     ) -> str | Messages:
         """`content` with the names of its images in its parts; as it is if the row has none. A question without places
         for the images of the row's column gets them before its first text.
 
-        Paths are relative to `folder`; None: of a data set of the Hub, whose images are in its rows. UserError for an
-        image that cannot be read, and for other places than images.
+        Paths are relative to the folder `path` or that of the file `path`; None: of a data set of the Hub, whose images
+        are in its rows. UserError for an image that cannot be read, and for other places than images.
         """
+        folder = path if path is None or path.is_dir() else path.parent
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
         waiting = deque(row.images)
         found = [{**m, "content": _parts(m.get("content"), bool(waiting))} for m in messages]
@@ -85,6 +94,18 @@ class FoundImages:
         """An image, as RGB. UserError for one that cannot be read."""
         return read_image(self.sources[name])
 
+    def encode(
+        self, messages: Messages, tools: Tools | None, arguments: Arguments | None
+    ) -> list[int]:
+        """The token ids of a chat whose images are named, up to where the answer begins. UserError for an image that
+        cannot be read, and as in `encode_chat`."""
+        chat = with_pictures(messages, map(self.open, names_in(messages)))
+        return encode_chat(self.reader.processor, chat, tools, arguments).ids
+
+    def inputs(self, ids: Sequence[int], messages: Messages) -> "PromptImages":
+        """What the target's forward takes beside the `ids` of such a chat."""
+        return PromptImages(self.reader, ids, names_in(messages), self.open)
+
     def store(self, folder: Path, names: Collection[str]) -> None:
         """Writes these images into the set `folder`, but those that are there."""
         for name in sorted(names):
@@ -119,14 +140,21 @@ def read_stored(path: str) -> Image.Image:
     return read_image(path)
 
 
-class StoredInputs(Mapping[str, Tensor]):
-    """The inputs of a prompt's stored images, made when they are read: many prompts wait, and few are being read."""
+class PromptImages(Mapping[str, Tensor]):
+    """The inputs of a prompt's images, made when they are read: many prompts wait, and few are being read."""
 
-    def __init__(self, reader: ImageReader, ids: Sequence[int], paths: Sequence[str]):
-        self.reader, self.ids, self.paths = reader, ids, paths
+    def __init__(
+        self,
+        reader: ImageReader,
+        ids: Sequence[int],
+        names: Sequence[str],
+        open_image: Callable[[str], Image.Image] = read_stored,
+    ):
+        """`names` are paths of stored images, or what `open_image` opens."""
+        self.reader, self.ids, self.names, self.open_image = reader, ids, names, open_image
 
     def read(self) -> dict[str, Tensor]:
-        return self.reader.inputs(self.ids, [read_stored(path) for path in self.paths])
+        return self.reader.inputs(self.ids, [self.open_image(name) for name in self.names])
 
     def items(self) -> ItemsView[str, Tensor]:
         return self.read().items()
