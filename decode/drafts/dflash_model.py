@@ -138,8 +138,10 @@ class PrefixGRU(nn.Module):
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         """[B, T, g] behind x [B, T, h], from the states [B, T, g] before it."""
-        weights = self.weight_ih_l0, self.weight_hh_l0
-        return torch.gru_cell(x.flatten(0, 1), before.flatten(0, 1), *weights).view_as(before)
+        reset, update, new = F.linear(x, self.weight_ih_l0).chunk(3, -1)
+        more_reset, more_update, old = F.linear(before, self.weight_hh_l0).chunk(3, -1)
+        new = torch.tanh(new + torch.sigmoid(reset + more_reset) * old)
+        return new + torch.sigmoid(update + more_update) * (before - new)
 
 
 def prefix_logits(

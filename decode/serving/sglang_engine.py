@@ -61,7 +61,7 @@ RULES = (
     Rule("medusa", ("medusa",), REFUSED, f"{NOTES} has no Medusa among its algorithms", checks.unsupported(
         "SGLang has no Medusa: serve it with vLLM 0.32 or older"
     )),
-    Rule("architecture", EAGLES, REFUSED, EAGLE3_PY, wrong_architecture),
+    Rule("architecture", (*EAGLES, "domino"), REFUSED, f"{EAGLE3_PY} and dflash.py: EntryClass", wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, checks.speculators_config),
     Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, checks.norm_before_residual),
     Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, checks.changed_norm_flags),
@@ -100,8 +100,6 @@ RULES = (
     Rule("parallel", ("pard",), SILENT, f"{NOTES} has no parallel drafting", checks.unsupported(
         "SGLang has no parallel drafting: it would run this model token by token, without masks"
     )),
-    Rule("architecture", ("domino",), REFUSED, "python/sglang/srt/models/dflash.py", wrong_architecture),
-    Rule("vocabulary", ("domino",), REFUSED, DOMINO_PY, checks.vocab_size_mismatch),
     Rule("correction", ("domino",), REFUSED, DOMINO_PY, unserved_correction),
     Rule("runner", ("domino",), IGNORED, DOMINO_PY, checks.unsupported(
         "algorithm DFLASH serves it from September 2026 on, with CUDA and bfloat16 alone; it drafts block_size - 1 "
