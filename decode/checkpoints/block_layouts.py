@@ -1,6 +1,7 @@
 """DFlash and its kin: config.json and tensors as saved here, as engines require them and as others save them.
 
-DFlash 2 and XPress are read alone: as the speculators library writes them, DFlash 2 also flat, as its authors do.
+DFlash 2, XPress and Domino are read alone: the first two as the speculators library writes them, DFlash 2 also flat, as
+its authors do, and Domino as SpecForge writes it.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,13 @@ SELECTED = (
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 """Settings of DFlash 2 that its authors may write in `dflash_config`; the last three are refused."""
+CORRECTED = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
+"""Sizes of Domino's correction in `dflash_config`, with the least that each may be."""
+NESTED_OF_DOMINO = (
+    *("projector_type", "shift_label", *CORRECTED),
+    *("mask_token_id", "target_layer_ids", "block_size", "causal"),
+)
+"""What of `dflash_config` is read of a Domino."""
 OUTER_KEYS = (
     "block_size",
     "markov_rank",
@@ -126,6 +134,8 @@ def _read(
         flat = {**config, **config["transformer_layer_config"]}
         flat["draft_vocab_size"] = config.get("draft_vocab_size")
     nested = dict(flat.get("dflash_config") or {})
+    if nested.get("projector_type") == "domino" and "domino" not in families:
+        raise UserError("a draft of type 'domino' without its correction: get its files again")
     if nested.get("causal") or flat.get("is_causal"):
         raise UserError(
             "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
@@ -163,6 +173,35 @@ def _read(
         "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
     }
     return HeadConfig(flat | fields), tensors
+
+
+def _read_domino(config: HeadConfig, tensors: Tensors) -> ReadFiles:
+    """As `_read`. UserError by name for settings that nothing here follows."""
+    nested: dict[str, Any] = config.value("dflash_config", {})
+    kind, shifted = nested.get("projector_type", "domino"), nested.get("shift_label", False)
+    sizes = {"pure_draft_prefix_len": 0} | {key: nested[key] for key in CORRECTED if key in nested}
+    vocab = config["vocab_size"]
+    wrong = [f"{key} {nested[key]!r}" for key in sorted(nested.keys() - set(NESTED_OF_DOMINO))]
+    wrong += [] if kind == "domino" else [f"projector_type {kind!r}"]
+    wrong += [] if isinstance(shifted, bool) else [f"shift_label {shifted!r}"]
+    wrong += [
+        f"{key} {sizes.get(key)!r}"
+        for key, least in CORRECTED.items()
+        if type(sizes.get(key)) is not int or sizes[key] < least
+    ]
+    wrong += [
+        f"{key} {config[key]!r} outside dflash_config"
+        for key in CORRECTED
+        if config.value(key, sizes.get(key)) != sizes.get(key)
+    ]
+    if config.value("draft_vocab_size", vocab) != vocab:
+        wrong.append(f"draft_vocab_size {config['draft_vocab_size']!r}, a reduced vocabulary")
+    if config.get("use_sliding_window") and not config.get("layer_types"):
+        wrong.append("use_sliding_window without layer_types")
+    if wrong:
+        raise UserError(f"a Domino draft with {', '.join(wrong)}: this is not read")
+    flat = HeadConfig(config | sizes | {"sample_from_anchor": shifted})
+    return _read(flat, tensors, ("domino",))
 
 
 def _check_dflash2(config: dict[str, Any]) -> None:
@@ -203,4 +242,11 @@ XPRESS = replace(
     family="xpress",
     known_by=r"refiner_head\.token_embed\.weight",
     read=partial(_read, families=("xpress",)),
+)
+DOMINO = replace(
+    DFLASH2,
+    family="domino",
+    known_by=r"(logit_head\.)?prefix_gru\.weight_ih_l0",
+    read=_read_domino,
+    foreign=(*PREFIX, (r"^logit_head\.", "")),  # where its older versions have the correction
 )

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
-from decode.checkpoints.block_layouts import DFLASH, DFLASH2, DSPARK, XPRESS
+from decode.checkpoints.block_layouts import DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
 from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.eagle_layouts import EAGLE1, EAGLE3, PEAGLE
@@ -32,7 +32,9 @@ from decode.model.names import check_name, load_error
 
 LAYOUTS: dict[str, Layout] = {
     layout.family: layout
-    for layout in (*(MTP, PEAGLE, EXIT, DSPARK, DFLASH2, XPRESS, DFLASH, EAGLE3, MEDUSA, EAGLE1),)
+    for layout in (
+        *(MTP, PEAGLE, EXIT, DSPARK, DFLASH2, XPRESS, DOMINO, DFLASH, EAGLE3, MEDUSA, EAGLE1),
+    )
 }
 """By family; of those that know a tensor of a file, the first is the file's."""
 INDEX_FILE = "model.safetensors.index.json"

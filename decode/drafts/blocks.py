@@ -8,9 +8,9 @@ P-EAGLE (arXiv 2602.01469) is an EAGLE-3 head. Behind the last pair of a hidden 
 `mask_hidden`, which is trained, and the mask token. The pair at position t predicts token t + 2, each mask the token
 after that.
 
-DFlash, DFlash 2, DSpark and XPress read mask tokens too. The KV cache's slot t holds the context of the target's hidden
-state at t. A pass writes its block's own keys from the anchor's slot on; the next one first writes the context of all
-tokens that the round may have committed over them.
+DFlash, DFlash 2, DSpark, XPress and Domino read mask tokens too. The KV cache's slot t holds the context of the
+target's hidden state at t. A pass writes its block's own keys from the anchor's slot on; the next one first writes the
+context of all tokens that the round may have committed over them.
 """
 
 from pathlib import Path
@@ -213,7 +213,7 @@ class DFlashDraft(CachedHead):
         with forward_context(slots):
             states = self.net(embeds, self._positions(), attend)
         before = history.gather(1, (length[:, None] - 2).clamp_min(0))[:, 0]
-        logits = self.net.block_logits(states, before)
+        logits = self.net.block_logits(states, before, self.embedding)
         first, step = logits(0, anchor, torch.zeros_like(anchor))[:, 0], level_step(logits)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 

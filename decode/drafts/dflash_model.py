@@ -1,13 +1,13 @@
 """The network of DFlash and its kin: a few layers over a block of mask tokens, with the target's states as context.
 
-DFlash and DFlash 2: z-lab's block diffusion drafts; DSpark: arXiv 2607.05147; XPress: arXiv 2608.02438. Parameters have
-the names of serving engines. The hidden states of the text enter as keys and values alone: of each layer, at their own
-positions, from one fused state. The block is [anchor, MASK, MASK, …]; its slots see each other and all states before
-the anchor. Layers with a window see that many states, and in the block what is before them, unless
-`sliding_window_non_causal`.
+DFlash and DFlash 2: z-lab's block diffusion drafts; DSpark: arXiv 2607.05147; XPress: arXiv 2608.02438; Domino: arXiv
+2605.29707. Parameters have the names of serving engines. The hidden states of the text enter as keys and values alone:
+of each layer, at their own positions, from one fused state. The block is [anchor, MASK, MASK, …]; its slots see each
+other and all states before the anchor. Layers with a window see that many states, and in the block what is before them,
+unless `sliding_window_non_causal`.
 
-A slot's own logits know no token of the block. DSpark, DFlash 2 and XPress correct them by tokens before the one that
-they predict: by the last, by the last among few candidates, and by all of the block.
+A slot's own logits know no token of the block. DSpark, DFlash 2, XPress and Domino correct them by tokens before the
+one that they predict: by the last, by the last among few candidates, and the other two by all of the block.
 """
 
 from collections.abc import Callable
@@ -127,6 +127,45 @@ class CausalRefiner(nn.Module):
         )
 
 
+class PrefixGRU(nn.Module):
+    """A layer of GRU without biases, its parameters named as nn.GRU's, which torch.compile does not take."""
+
+    def __init__(self, width: int, size: int):
+        super().__init__()
+        self.size = size
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * size, width))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * size, size))
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        """[B, T, g] behind x [B, T, h], from the states [B, T, g] before it."""
+        reset, update, new = F.linear(x, self.weight_ih_l0).chunk(3, -1)
+        more_reset, more_update, old = F.linear(before, self.weight_hh_l0).chunk(3, -1)
+        new = torch.tanh(new + torch.sigmoid(reset + more_reset) * old)
+        return new + torch.sigmoid(update + more_update) * (before - new)
+
+
+def prefix_logits(
+    gru: PrefixGRU, project: nn.Module, own: int, base: Tensor, states: Tensor, embedding: Tensor
+) -> BlockLogits:
+    """Domino's correction of levels with logits [B, K, V] before it and states [B, K, h]: what `project` makes of a
+    slot's state and of the `gru`'s, which has read the block's tokens from the anchor to the last one before the token
+    that the slot predicts. The logits of the first `own` levels stay as they are. `embedding` [V, h] is the target's.
+    """
+    path = states.new_zeros(len(states), 1, gru.size)  # [B, T, g] behind each node
+
+    def logits(level: int, tokens: Tensor, above: Tensor) -> Tensor:
+        nonlocal path
+        embeds = F.embedding(tokens, embedding).to(states.dtype)
+        path = gru(embeds, path.gather(1, above[..., None].expand(-1, -1, gru.size)))
+        found = base[:, level, None].expand(-1, tokens.shape[1], -1)
+        if level < own:
+            return found
+        state = states[:, level, None].expand(-1, tokens.shape[1], -1)
+        return found + project(torch.cat([state, path], -1))
+
+    return logits
+
+
 class DynamicConvolution(nn.Module):
     """DFlash 2's convolutions before and after a sublayer: over the last slots of the block, with weights for each
     number of a state, to which each slot adds one for each group of them."""
@@ -180,7 +219,8 @@ class DFlashModel(nn.Module):
     """`fc` fuses the tapped states; `layers` run over the block; the head is its own over `ids` [Vd], or the target's.
 
     With `markov_rank` in its config it is DSpark: logits depend on the token before, and the anchor's slot predicts
-    too, unless `sample_from_anchor` says otherwise. With `selector_rank` it is DFlash 2, with `xpress_rank` XPress.
+    too, unless `sample_from_anchor` says otherwise. With `selector_rank` it is DFlash 2, with `xpress_rank` XPress,
+    with `gru_hidden_dim` Domino.
     """
 
     def __init__(
@@ -225,6 +265,15 @@ class DFlashModel(nn.Module):
             self.refiner_head = CausalRefiner(
                 width, vocab, draft_vocab, self.block_size, refiner_rank, ratio
             )
+        gru_width = fields.get("gru_hidden_dim")
+        self.prefix_gru = PrefixGRU(width, gru_width) if gru_width else None
+        if gru_width:
+            inner, self.uncorrected = fields["emb_dim"], fields["pure_draft_prefix_len"]
+            self.embed_proj = nn.Sequential(
+                nn.Linear(width + gru_width, inner, bias=False),
+                nn.SiLU(),
+                nn.Linear(inner, draft_vocab, bias=False),
+            )
         self.target_head = head  # the target's, frozen and no part of this model
         self.rotary = Fp32RotaryEmbedding(config)
         self.ids: Tensor | None
@@ -267,8 +316,9 @@ class DFlashModel(nn.Module):
         """[..., Vd] of normed states, without the correction."""
         return self.target_head(states) if self.lm_head is None else self.lm_head(states)
 
-    def block_logits(self, states: Tensor, before: Tensor) -> BlockLogits:
-        """Those of a block with normed states [B, S, h], behind the token `before` [B] its anchor."""
+    def block_logits(self, states: Tensor, before: Tensor, embedding: Tensor) -> BlockLogits:
+        """Those of a block with normed states [B, S, h], behind the token `before` [B] its anchor; `embedding` [V, h]
+        is the target's."""
         predicting = states[:, self.first :]
         base = self.base_logits(predicting)  # [B, K, Vd]
         if self.markov_head is not None:
@@ -277,6 +327,9 @@ class DFlashModel(nn.Module):
             return self.candidate_selector.block_logits(base, predicting)
         if self.refiner_head is not None:
             return self.refiner_head.block_logits(base, states, before[:, None][:, : self.first])
+        if self.prefix_gru is not None:
+            head = self.prefix_gru, self.embed_proj, self.uncorrected
+            return prefix_logits(*head, base, predicting, embedding)
         return independent_logits(base)
 
     def logits(self, states: Tensor, previous: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily("dflash2", load=blocks.load_dflash),
         DraftFamily("dspark", load=blocks.load_dflash),
         DraftFamily("xpress", load=blocks.load_dflash),
+        DraftFamily("domino", load=blocks.load_dflash),
         DraftFamily("mtp", load=mtp.load),
         DraftFamily(
             "ngram",

@@ -182,7 +182,8 @@ FILES_SOURCE = "the files themselves"
 EAGLE_FAMILIES = ("eagle1", "eagle3")
 HEAD_FAMILIES = ("medusa", *EAGLE_FAMILIES)
 COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)  # the families that every engine has rules for
-ALL_FAMILIES = (*COVERED_EVERYWHERE, "pard", "peagle", "dflash", "dflash2", "dspark", "mtp")
+BLOCK_FAMILIES = ("pard", "peagle", "dflash", "dflash2", "dspark", "domino")
+ALL_FAMILIES = (*COVERED_EVERYWHERE, *BLOCK_FAMILIES, "mtp")
 COMMON_RULES = (
     Rule("changed-since-training", ALL_FAMILIES, SILENT, FILES_SOURCE, changed_since_training),
     Rule("finite", ALL_FAMILIES, SILENT, FILES_SOURCE, not_finite),

@@ -17,10 +17,15 @@ from decode.serving.rules import COVERED_EVERYWHERE, IGNORED, REFUSED, SILENT, D
 EAGLE3_PY = "python/sglang/srt/models/llama_eagle3.py"
 EAGLE1_PY = "python/sglang/srt/models/llama_eagle.py"
 CONTEXT_PY = "python/sglang/srt/configs/model_config.py (_derive_context_length)"
+DOMINO_PY = "python/sglang/srt/speculative/domino_utils.py and dflash_utils.py, after pull requests 36899 and 37069"
 NOTES = "SGLang 0.5.23"
 
 EAGLES = ("eagle1", "eagle3")
-ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+ARCHITECTURES = {
+    "eagle1": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+    "domino": "DFlashDraftModel",  # SpecForge's scripts/gates/normalize_dflash_export.py writes it
+}
 
 
 def wrong_architecture(d: DraftFiles) -> Iterator[str]:
@@ -37,6 +42,15 @@ def wrong_aux_layers(d: DraftFiles) -> Iterator[str]:
         yield from checks.wrong_aux_layers(d, ids or checks.default_aux_layers(d.target_layers))
 
 
+def unserved_correction(d: DraftFiles) -> Iterator[str]:
+    """Settings of a Domino with which the server does not start."""
+    nested = d.get("dflash_config", {})
+    if nested.get("pure_draft_prefix_len") != 1:
+        yield f"pure_draft_prefix_len is {nested.get('pure_draft_prefix_len')} and must be 1"
+    if not isinstance(nested.get("shift_label"), bool):
+        yield "shift_label is not set: write true or false"
+
+
 RULES = (
     Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", checks.dtype_mismatch),
     Rule("vocabulary", ("causal", *EAGLES), REFUSED, NOTES, checks.vocab_size_mismatch),
@@ -47,7 +61,7 @@ RULES = (
     Rule("medusa", ("medusa",), REFUSED, f"{NOTES} has no Medusa among its algorithms", checks.unsupported(
         "SGLang has no Medusa: serve it with vLLM 0.32 or older"
     )),
-    Rule("architecture", EAGLES, REFUSED, EAGLE3_PY, wrong_architecture),
+    Rule("architecture", (*EAGLES, "domino"), REFUSED, f"{EAGLE3_PY} and dflash.py: EntryClass", wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, EAGLE3_PY, checks.speculators_config),
     Rule("norm-before-residual", ("eagle3",), SILENT, EAGLE3_PY, checks.norm_before_residual),
     Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, checks.changed_norm_flags),
@@ -86,6 +100,11 @@ RULES = (
     Rule("parallel", ("pard",), SILENT, f"{NOTES} has no parallel drafting", checks.unsupported(
         "SGLang has no parallel drafting: it would run this model token by token, without masks"
     )),
+    Rule("correction", ("domino",), REFUSED, DOMINO_PY, unserved_correction),
+    Rule("runner", ("domino",), IGNORED, DOMINO_PY, checks.unsupported(
+        "algorithm DFLASH serves it from September 2026 on, with CUDA and bfloat16 alone; it drafts block_size - 1 "
+        "tokens, the most probable of 2,048 candidates, of all with --speculative-domino-candidate-pool-size 0"
+    )),
     *checks.CAUSAL_RULES,
     Rule("missing-tensor", ("causal",), SILENT, NOTES, checks.missing_tensors),
     Rule("shapes", ("causal",), REFUSED, NOTES, checks.wrong_shapes),
@@ -121,6 +140,7 @@ SGLANG = ServingEngine(
         "eagle3": Served("EAGLE3"),
         "dflash": Served("DFLASH"),
         "dspark": Served("DSPARK"),
+        "domino": Served("DFLASH", versions="0.5, from September 2026 on, with CUDA and bfloat16"),
     },
     rules=RULES,
     files=serving_files,

@@ -30,6 +30,9 @@ RULES = (
     Rule("eagle1", ("eagle1",), REFUSED, SOURCE, checks.unsupported(
         "the PyTorch backend has no EAGLE-1 of a Llama layer"
     )),
+    Rule("unserved", ("domino",), REFUSED, "pull request 15720 (closed)", checks.unsupported(
+        "TensorRT-LLM has no Domino"
+    )),
     Rule("nested-config", EAGLE3, REFUSED, SOURCE, checks.speculators_config),
     Rule("settings", EAGLE3, REFUSED, SOURCE,
          checks.require_keys("attention_bias", "torch_dtype", "num_hidden_layers")),

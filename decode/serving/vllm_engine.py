@@ -235,6 +235,9 @@ RULES = (
     Rule("runner", ("dflash2",), IGNORED, RUNNERS_PY, checks.unsupported(
         "method dflash serves it in the runner V2 alone, which needs Triton: on a CPU it is refused"
     )),
+    Rule("unserved", ("domino",), REFUSED, "issue 46707 (open) and pull request 47627 (closed)", checks.unsupported(
+        "vLLM has no Domino: it takes neither the tensors of the correction nor DominoDraftModel"
+    )),
     Rule("shapes", DFLASH, REFUSED, DFLASH_PY, checks.wrong_shapes),
     Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", checks.missing_tensors),
     Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, checks.unknown_tensors),

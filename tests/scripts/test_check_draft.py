@@ -245,6 +245,7 @@ def test_every_rule_of_heads_is_tested() -> None:
     elsewhere |= {"parallel", "mtp-target"}  # in test_check_blocks.py
     elsewhere |= {"context", "context-rope"}  # in test_check_agrees.py
     elsewhere |= {"runner"}  # in tests/decode/checkpoints/test_speculators.py
+    elsewhere |= {"correction", "unserved"}  # in tests/decode/checkpoints/test_specforge.py
     elsewhere |= {"target-states", "states", "peagle", "mtp"}  # in test_gguf_heads.py
     for name, engine in ENGINES.items():
         for rule in engine.rules:

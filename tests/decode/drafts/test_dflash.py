@@ -16,7 +16,7 @@ from decode.checkpoints import block_layouts, importers, layouts
 from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts.blocks import DFlashDraft
-from decode.drafts.dflash_model import DFlashModel
+from decode.drafts.dflash_model import BlockLogits, DFlashModel
 from decode.drafts.eagle_model import llama_config
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -34,6 +34,7 @@ TAPS = (0, 2)
 KIN: dict[str, dict[str, Any]] = {
     "dflash2": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 2},
     "xpress": {"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 2},
+    "domino": {"gru_hidden_dim": 5, "emb_dim": RANK, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
 }  # fmt: skip
 """What config.json of families that are not trained here holds besides."""
 Taps = tuple[int, ...]
@@ -47,7 +48,7 @@ def fields(
     # capture id 0, the embedding, has no name among layer outputs
     config = block_layouts.dflash_config(
         target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
-        K + (name != "dspark"), vocab - 1, RANK if name == "dspark" else 0,
+        K + (name not in ("dspark", "domino")), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip
     return config | {"eagle_aux_hidden_state_layer_ids": list(taps)} | KIN.get(name, {}) | changes
 
@@ -305,16 +306,21 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], named: str, tmp_pa
         load_draft(str(path), own)
 
 
-def test_logits_behind_a_node_are_those_of_its_own_path() -> None:
-    """Catches trees of XPress in which a token is corrected by those of another branch."""
-    net = net_of("xpress", tiny_target(tiny_model("llama")))
+@pytest.mark.parametrize("name", ["xpress", "domino"])
+def test_logits_behind_a_node_are_those_of_its_own_path(name: str) -> None:
+    """Catches trees in which a token is corrected by those of another branch."""
+    own = tiny_target(tiny_model("llama"))
+    net, embedding = net_of(name, own), own.runner.model.get_input_embeddings().weight
     states, before = torch.randn(1, K + 1, net.config.hidden_size), torch.tensor([4])
 
+    def block() -> BlockLogits:
+        return net.block_logits(states, before, embedding)
+
     def chain(*tokens: int) -> Tensor:
-        logits, above = net.block_logits(states, before), torch.zeros(1, 1, dtype=torch.long)
+        logits, above = block(), torch.zeros(1, 1, dtype=torch.long)
         return [logits(i, torch.tensor([[t]]), above) for i, t in enumerate(tokens)][-1][0, 0]
 
-    tree, root = net.block_logits(states, before), torch.zeros(1, 2, dtype=torch.long)
+    tree, root = block(), torch.zeros(1, 2, dtype=torch.long)
     tree(0, torch.tensor([[7]]), root[:, :1])
     tree(1, torch.tensor([[8, 9]]), root)
     found = tree(2, torch.tensor([[1, 1, 2]]), torch.tensor([[1, 0, 1]]))[0]
@@ -329,7 +335,9 @@ def test_only_candidates_are_drafted() -> None:
     net = net_of("dflash2", own, None)
     states = torch.randn(1, K + 1, net.config.hidden_size)
     anchor = torch.tensor([[7]])
-    found = net.block_logits(states, anchor[0])(0, anchor, torch.zeros_like(anchor))[0, 0]
+    embedding = own.runner.model.get_input_embeddings().weight
+    logits = net.block_logits(states, anchor[0], embedding)
+    found = logits(0, anchor, torch.zeros_like(anchor))[0, 0]
     assert found.isfinite().nonzero()[:, 0].tolist() == sorted(
         net.base_logits(states)[0, 1].topk(2).indices.tolist()
     )

@@ -55,6 +55,7 @@ class Family:
 dflash, dspark = partial(test_dflash.draft_of, "dflash"), partial(test_dflash.draft_of, "dspark")
 dflash2 = partial(test_dflash.draft_of, "dflash2", ids=None)
 xpress = partial(test_dflash.draft_of, "xpress")
+domino = partial(test_dflash.draft_of, "domino", ids=None)
 WHOLE: dict[str, Any] = {"ids": None, "taps": (0, 1)}
 FAMILIES = {
     "pard": Family(
@@ -68,9 +69,12 @@ FAMILIES = {
     "dspark": Family(dspark, test_dflash.drift, 2, partial(dspark, **WHOLE)),
     "dflash2": Family(dflash2, test_dflash.drift, 2, partial(dflash2, **WHOLE)),
     "xpress": Family(xpress, test_dflash.drift, 2, partial(xpress, **WHOLE)),
+    "domino": Family(
+        domino, test_dflash.drift, 2, partial(domino, **WHOLE, pure_draft_prefix_len=0)
+    ),
     "mtp": Family(test_mtp.draft_of, test_mtp.drift, 2, test_mtp.draft_of),
 }  # fmt: skip
-BLOCKS = ["pard", "peagle", "dflash", "dspark", "dflash2", "xpress"]
+BLOCKS = ["pard", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +252,7 @@ def first_level_everywhere(propose: Callable[..., Proposal], self: Draft, *input
         ("dspark", DFlashDraft, partial(first_level_everywhere, PROPOSE), ENUMERATED[2]),
         ("dflash2", DFlashDraft, uncorrected_q, ENUMERATED[0]),
         ("xpress", DFlashDraft, uncorrected_q, ENUMERATED[1]),
+        ("domino", DFlashDraft, uncorrected_q, ENUMERATED[1]),
         ("pard", PardDraft, partial(first_level_everywhere, PardDraft.propose), ENUMERATED[2]),
     ],
 )
