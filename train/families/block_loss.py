@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.families.base import FamilyContext
-from train.families.head_loss import METRIC_ROWS, label_probability
+from train.families.head_loss import METRIC_ROWS, acceptance_of
 from train.losses import chunked_sums, divergences
 
 
@@ -48,36 +48,49 @@ class BlockLoss:
         teacher [N, P] and states [N, H] of slots that predict the tokens label [N] after previous [N], at depth [N] of
         block [N] (its number). A block's slots reach from depth 0 to its last.
         """
-        weight = self.slot_weights(states, label, block, depth, previous)
-        inputs = [teacher, states, weight, depth, previous]
+        weights = self.slot_weights(teacher, states, label, block, depth, previous)
+        inputs = [teacher, states, *weights, depth, previous]
         return chunked_sums.sums_in_chunks(self._chunk_sums, inputs, self.size, self.shared)
 
     @torch.no_grad()
     def slot_weights(
-        self, states: Tensor, label: Tensor, block: Tensor, depth: Tensor, previous: Tensor
-    ) -> Tensor:
-        """[N]: decay^depth, or what the slot adds to the expected accepted length of its block (D-PACE)."""
-        if self.weights.positions == "decay":
-            return self.weights.decay ** depth.float()
-        pieces = zip(*(x.split(self.size) for x in (states, previous, label)), strict=True)
-        probability = torch.cat(
-            [
-                label_probability(self.project(some, before, *self.shared), wanted, self.ids)
-                for some, before, wanted in pieces
-            ]
-        )
+        self,
+        teacher: Tensor,
+        states: Tensor,
+        label: Tensor,
+        block: Tensor,
+        depth: Tensor,
+        previous: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """[N] weights of a slot's loss and of its confidence's: decay^depth, or what the slot adds to the expected
+        accepted length of its block (D-PACE, D-PARD); the confidence's in D-PARD is the chance that it is reached."""
+        how = self.weights.positions
+        if how == "decay":
+            decayed = self.weights.decay ** depth.float()
+            return decayed, decayed
+        pieces = zip(*(x.split(self.size) for x in (states, previous, label, teacher)), strict=True)
+        chance = []
+        for some, before, wanted, rows in pieces:
+            p_logits = self.head(rows) if how == "dpard" else None
+            q_logits = self.project(some, before, *self.shared)
+            chance.append(acceptance_of(q_logits, wanted, p_logits, self.ids))
+        probability = torch.cat(chance)
         shape = int(block.max()) + 1 if len(block) else 0, self.depths
         confidence = probability.new_zeros(shape)
         confidence[block, depth] = probability
         there = torch.zeros(shape, dtype=torch.bool, device=block.device)
         there[block, depth] = True
-        return divergences.dpace(confidence, there)[block, depth]
+        weight = divergences.dpace(confidence, there)[block, depth]
+        if how == "dpace":
+            return weight, weight
+        return weight, divergences.reach(confidence, there)[block, depth]
 
     def _chunk_sums(
         self,
         teacher: Tensor,
         states: Tensor,
         weight: Tensor,
+        confidence_weight: Tensor,
         depth: Tensor,
         previous: Tensor,
         *shared: Tensor,
@@ -91,7 +104,7 @@ class BlockLoss:
                 accepted = divergences.acceptance.of(pair).clamp(0, 1)
             guess = self.confidence(states, previous).float()
             miss = F.binary_cross_entropy_with_logits(guess, accepted, reduction="none")
-            found["loss"] = found["loss"] + (weight * miss).sum()
+            found["loss"] = found["loss"] + (confidence_weight * miss).sum()
             found["confidence"] = miss.detach().sum()
         some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
         with torch.no_grad():

@@ -102,8 +102,11 @@ class EagleTrainer(nn.Module):
             return sums
 
         label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
-        weight = step_weights(self.weights, rows, step_logits, states, ids, size)
-        inputs = [rows.take(output.head_inputs), states, rows.valid, weight, rows.take(label)]
+        teacher = rows.take(output.head_inputs)
+        weight = step_weights(
+            self.weights, rows, step_logits, states, ids, size, self.head, teacher
+        )
+        inputs = [teacher, states, rows.valid, weight, rows.take(label)]
         return chunked_sums.sums_in_chunks(chunk_loss, inputs, size)
 
     def step_states(

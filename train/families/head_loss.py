@@ -62,26 +62,40 @@ def step_weights(
     slots: Tensor,
     ids: Tensor | None,
     size: int,
+    head: Callable[[Tensor], Tensor],
+    teacher: Tensor,
 ) -> Tensor:
     """[N, J]: the weight of each step's loss at each row.
 
-    `step_logits` maps states of slots [n, J, H] to the logits [n, Vd] of each step. D-PACE weighs the steps of one
-    slot, each of which predicts one row, by the probability that they give to the tokens there; so these weights need
-    the logits once more.
+    `step_logits` maps states of slots [n, J, H] to the logits [n, Vd] of each step, `head` those of the teacher [n, P]
+    to the target's. D-PACE and D-PARD weigh the steps of one slot, each of which predicts one row, by `acceptance_of`;
+    so these weights need the logits once more.
     """
     if weights.positions == "decay":
         steps = torch.arange(rows.valid.shape[1], device=slots.device)
         return (weights.decay**steps).expand_as(rows.valid)
-    probability = torch.cat(
-        [
-            torch.stack([label_probability(q, label, ids) for q in step_logits(piece)], 1)
-            for piece, label in zip(slots.split(size), rows.label.split(size), strict=True)
-        ]
+    pieces = zip(*(x.split(size) for x in (slots, rows.label, teacher)), strict=True)
+    chance = []
+    for piece, label, states in pieces:
+        p_logits = head(states) if weights.positions == "dpard" else None
+        accepted = [acceptance_of(q, label, p_logits, ids) for q in step_logits(piece)]
+        chance.append(torch.stack(accepted, 1))
+    found = divergences.dpace(
+        rows.scatter_to_slots(torch.cat(chance)), rows.scatter_to_slots(rows.valid)
     )
-    found = divergences.dpace(rows.scatter_to_slots(probability), rows.scatter_to_slots(rows.valid))
     return torch.stack(
         [rows.values_at_slots(found[..., j], j) for j in range(rows.valid.shape[1])], 1
     )
+
+
+def acceptance_of(
+    q_logits: Tensor, label: Tensor, p_logits: Tensor | None, ids: Tensor | None
+) -> Tensor:
+    """[N]: the chance that a drafted token is accepted: for D-PACE, which has no p_logits, the draft's probability of
+    the tokens label [N]; for D-PARD the overlap with the target's distribution."""
+    if p_logits is None:
+        return label_probability(q_logits, label, ids)
+    return divergences.acceptance(p_logits, q_logits, ids).clamp(0, 1)
 
 
 def label_probability(q_logits: Tensor, label: Tensor, ids: Tensor | None) -> Tensor:

@@ -84,10 +84,11 @@ class MedusaTrainer(nn.Module):
                 self.criterion, self.head(teacher), step_logits(slots), valid, weight, None
             )
 
-        weight = step_weights(self.weights, rows, step_logits, slots, None, size)
-        return chunked_sums.sums_in_chunks(
-            sums, [rows.take(output.head_inputs), slots, rows.valid, weight], size
+        teacher = rows.take(output.head_inputs)
+        weight = step_weights(
+            self.weights, rows, step_logits, slots, None, size, self.head, teacher
         )
+        return chunked_sums.sums_in_chunks(sums, [teacher, slots, rows.valid, weight], size)
 
 
 def init_medusa(s: MedusaSettings, target: Target, device: str) -> MedusaModel:

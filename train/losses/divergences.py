@@ -6,8 +6,8 @@ fp32 (fp64 stays fp64). p carries no gradient. Values are not averaged here: sum
 of the step.
 
 Which one to train with: forward KL is the robust default (DistillSpec, arXiv 2310.08461, compares them). On a reduced
-vocabulary the likelihood losses (KL, JSD, CE) use p renormalised on `ids`, because q has no mass elsewhere; those of
-acceptance (acceptance, tv, lk_*) use p unchanged, as decoding does.
+vocabulary the likelihood losses (KL, JSD, Rényi, CE) use p renormalised on `ids`, because q has no mass elsewhere;
+those of acceptance (acceptance, tv, lk_*) use p unchanged, as decoding does.
 """
 
 import functools
@@ -148,6 +148,16 @@ def jsd(pair: LogProbPair, beta: float = 0.5) -> Tensor:
 
 
 @Divergence
+def renyi_half(pair: LogProbPair) -> Tensor:
+    """Rényi divergence of order 1/2 [N]: -2 log of the sum of sqrt(p q), the Bhattacharyya coefficient.
+
+    D-PARD's loss (SpecForge #827, speculators #1078). With r = sqrt(p q) ÷ its sum, the gradient with respect to q's
+    logits is q - r: that of a cross-entropy to a law between p and q.
+    """
+    return -2 * (0.5 * (pair.target.p + pair.q)).logsumexp(-1)
+
+
+@Divergence
 def soft_ce(pair: LogProbPair) -> Tensor:
     """-sum p log q [N]: forward KL plus the entropy of p, so not 0 where q = p.
 
@@ -215,6 +225,7 @@ LOSSES: dict[str, Divergence] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
+    "renyi_half": renyi_half,
     "tv": tv,
     "lk_alpha": lk_alpha,
     "lk_lambda": lk_lambda,
@@ -243,7 +254,7 @@ def smooth_l1(prediction: Tensor, feature: Tensor) -> Tensor:
 
 
 def dpace(confidence: Tensor, valid: Tensor, a: float = 0.5) -> Tensor:
-    """Weights [N, K] of a block's positions, detached: D-PACE, arXiv 2605.18810.
+    """Weights [N, K] of a block's positions, detached: D-PACE, arXiv 2605.18810; D-PARD's with confidence = acceptance.
 
     w_i = sum over k >= i of s_1 ... s_k, with s_j = (1 - a) confidence_j + a, which is position i's contribution
     to the expected accepted length E = sum over k of s_1 ... s_k: w_i = dE / d log s_i. So at a = 0 the gradient of
@@ -254,6 +265,12 @@ def dpace(confidence: Tensor, valid: Tensor, a: float = 0.5) -> Tensor:
     step = ((1 - a) * confidence.detach().to(_compute_dtype(confidence)) + a).where(valid, 1.0)
     prefix = step.cumprod(-1) * valid
     return prefix.flip(-1).cumsum(-1).flip(-1) * valid
+
+
+def reach(accepted: Tensor, valid: Tensor) -> Tensor:
+    """[N, K] the probability that verification reaches a block's position, detached; 0 for slots not `valid`."""
+    before = accepted.detach().to(_compute_dtype(accepted)).where(valid, 1.0)[:, :-1]
+    return torch.nn.functional.pad(before, (1, 0), value=1.0).cumprod(-1) * valid
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -22,7 +22,16 @@ Precision = Literal["auto", "no", "bf16", "fp16"]
 TrackerName = Literal["wandb", "tensorboard", "trackio", "none"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 LossName = Literal[
-    "forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "hard_ce", "soft_ce", "top_k"
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "renyi_half",
+    "tv",
+    "lk_alpha",
+    "lk_lambda",
+    "hard_ce",
+    "soft_ce",
+    "top_k",
 ]
 
 
@@ -52,8 +61,9 @@ class DivergenceConfig:
 class LossWeights:
     """Weights of the parts of the loss of heads."""
 
-    positions: Literal["decay", "dpace"] = "decay"
-    """Weight of step j. decay: decay^j. dpace: what the step adds to the expected accepted length of its slot."""
+    positions: Literal["decay", "dpace", "dpard"] = "decay"
+    """Weight of step j. decay: decay^j. dpace: what the step adds to the expected accepted length of its slot, by the
+    probabilities of the samples' tokens. dpard: the same, by the probabilities of acceptance."""
     decay: Share = 0.8
     """Weight of each step relative to the one before, since a token counts only if those before it were accepted."""
     feature: Annotated[float, at_least(0)] = 1.0

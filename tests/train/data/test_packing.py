@@ -125,7 +125,7 @@ def trainee_of(family: str, own: Any, where: FeatureFolder | None = None, **weig
     return build_trainable(settings.draft, FamilyContext(settings, own, SAMPLES, "cpu", where))
 
 
-@pytest.mark.parametrize("positions", ["decay", "dpace"])
+@pytest.mark.parametrize("positions", ["decay", "dpace", "dpard"])
 @pytest.mark.parametrize("family", FAMILY)
 def test_packed_samples_teach_the_same(
     family: str, positions: str, monkeypatch: pytest.MonkeyPatch

@@ -21,17 +21,29 @@ from train.families.block_loss import BlockLoss
 from train.families.builders import build_trainable
 from train.families.registry import family_settings
 from train.families.slots import Retention, draw_depths
+from train.losses import chunked_sums
+from train.settings.training import LossWeights
 from train.trainer.settings import DistillConfig
 
 K = 4
 
 
-def trainee_of(name: str, model: Any, **settings: Any) -> Any:
+def trainee_of(
+    name: str,
+    model: Any,
+    weights: LossWeights | None = None,
+    loss: str = "forward_kl",
+    **settings: Any,
+) -> Any:
     """A head with random weights, whose correction says something."""
     chosen = {"depth": 2, "vocab": 60, "taps": [1, 2], "block": K, "anchors": 0.7} | settings
     if name == "dspark":
         chosen["markov_rank"] = 6
-    config = DistillConfig(draft=family_settings(name)(**chosen))
+    config = DistillConfig(
+        draft=family_settings(name)(**chosen),
+        weights=weights or LossWeights(),
+        loss=loss,  # type: ignore[arg-type]
+    )
     made = build_trainable(config.draft, FamilyContext(config, tiny_target(model), SAMPLES))
     randomise(made.net, 5)  # type: ignore[attr-defined]
     return made
@@ -155,3 +167,32 @@ def test_the_loss_is_that_of_the_definitions(monkeypatch: pytest.MonkeyPatch) ->
         float((loss + weight * miss).sum()), rel=1e-4
     )
     assert float(sums["alpha_1"]) == pytest.approx(float(alpha[depth == 0].sum()), rel=1e-4)
+
+
+def test_dpard_is_that_of_the_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches weights by the sample's tokens, a confidence weighed like the loss, blocks that are mixed, and weights
+    that carry a gradient: of a block with acceptances a_k it is the sum over k of w_k R_k + r_k BCE_k, in float64."""
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 5)
+    trainee = trainee_of("dspark", tiny_model("llama"), LossWeights("dpard"), "renyi_half", vocab=0)
+    batch = batching.collate(SAMPLES, 0)
+    teacher, states, label, block, depth, before = inputs_of(trainee, batch, monkeypatch)
+    states = states.detach().requires_grad_()
+    sums = trainee.model.loss(teacher, states, label, block, depth, before)
+    (found,) = torch.autograd.grad(sums["loss"], states)
+
+    log_p = trainee.teacher.head(teacher).double().log_softmax(-1)
+    log_q = trainee.net.logits(states, before).double().log_softmax(-1)
+    alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1).detach()
+    c = trainee.net.confidence(states, before).double().sigmoid()
+    miss = -(alpha * c.log() + (1 - alpha) * (1 - c).log())
+    renyi = -2 * (log_p.exp() * log_q.exp()).sqrt().sum(-1).log()
+    total = torch.zeros((), dtype=torch.float64)
+    for number in block.unique():
+        chain = [int((block == number).nonzero()[i]) for i in range(int((block == number).sum()))]
+        assert depth[chain].tolist() == [*range(len(chain))]
+        prefix = (0.5 * alpha[chain] + 0.5).cumprod(0)
+        for k, slot in enumerate(chain):
+            total = total + prefix[k:].sum() * renyi[slot] + alpha[chain[:k]].prod() * miss[slot]
+    torch.testing.assert_close(float(sums["loss"]), float(total), rtol=1e-4, atol=0)
+    (wanted,) = torch.autograd.grad(total, states)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)

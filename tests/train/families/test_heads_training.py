@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -242,8 +242,10 @@ def error_of(
     return worst
 
 
-def dpace_loss(world: World, laws: Tensor, start: int, end: int, a: float = 0.5) -> float:
-    """The loss that D-PACE's weights shall give: slot by slot, by the definition."""
+def expected_length_loss(
+    how: str, world: World, laws: Tensor, start: int, end: int, a: float = 0.5
+) -> float:
+    """The loss that D-PACE's weights shall give, or D-PARD's: slot by slot, by the definition."""
     whole = torch.softmax(world.logits, -1)
     ids = getattr(net_of(world.trainee), "ids", None)
     ids = torch.arange(whole.shape[-1]) if ids is None else ids
@@ -252,7 +254,10 @@ def dpace_loss(world: World, laws: Tensor, start: int, end: int, a: float = 0.5)
         steps = min(laws.shape[1], end - 2 - t)  # how far the target's text goes on
         reach, weights = 1.0, [0.0] * steps
         for k in range(steps):
-            reach *= (1 - a) * float(laws[t, k, world.ids[t + 2 + k]]) + a
+            sure = laws[t, k, world.ids[t + 2 + k]]
+            if how == "dpard":
+                sure = torch.minimum(whole[t + 1 + k], laws[t, k]).sum()
+            reach *= (1 - a) * float(sure) + a
             weights = [w + reach if i <= k else w for i, w in enumerate(weights)]
         for j in range(steps):
             law, q = whole[t + 1 + j], laws[t, j]
@@ -262,25 +267,28 @@ def dpace_loss(world: World, laws: Tensor, start: int, end: int, a: float = 0.5)
 
 
 @torch.no_grad()
-def dpace_error(family: str) -> float:
-    """The largest relative error of the loss weighed by D-PACE, over several samples."""
+def expected_length_error(family: str, how: Literal["dpace", "dpard"] = "dpace") -> float:
+    """The largest relative error of the loss weighed by D-PACE or D-PARD, over several samples."""
     world = world_of(family)
     laws = decoder_laws(world, steps_of(family))
-    trainee = trainee_of(family, world.own, 1, LossWeights("dpace", feature=0.0, divergence=1.0))
+    trainee = trainee_of(family, world.own, 1, LossWeights(how, feature=0.0, divergence=1.0))
     worst = 0.0
     for span in [*LONG, *SHORT]:
-        want = dpace_loss(world, laws, *span)
+        want = expected_length_loss(how, world, laws, *span)
         found = float(trainee.loss(trainee.model, collate(row(world.ids, span)))["loss"])
         worst = max(worst, abs(found - want) / (want + 1e-3))
     return worst
 
 
+@pytest.mark.parametrize("how", ["dpace", "dpard"])
 @pytest.mark.parametrize("family", DRAFTS)
-def test_dpace_weighs_the_steps_of_a_slot(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_the_steps_of_a_slot(
+    family: str, how: Literal["dpace", "dpard"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches products over the steps of a target row, which are of different slots; confidence in another token than
     the one that followed, or in a number of the draft's own; and pieces that are put together wrong."""
     monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 5)
-    assert dpace_error(family) < 1e-4
+    assert expected_length_error(family, how) < 1e-4
 
 
 @pytest.mark.parametrize("family", FEW[:1] + EAGLES3)
@@ -289,14 +297,14 @@ def test_dpace_over_rows_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -
 
     def over_rows(
         weights: LossWeights, rows: head_loss.SupervisedRows, step_logits: Any, slots: Tensor,
-        ids: Any, size: int,
+        ids: Any, *_: Any,
     ) -> Tensor:  # fmt: skip
         sure = [head_loss.label_probability(q, rows.label, ids) for q in step_logits(slots)]
         return divergences.dpace(torch.stack(sure, 1), rows.valid)
 
     for module in (medusa, eagle):
         monkeypatch.setattr(module, "step_weights", over_rows)
-    assert dpace_error(family) > 1e-2
+    assert expected_length_error(family) > 1e-2
 
 
 EXACT, CLEAR = 2e-5, 5e-3

@@ -16,6 +16,8 @@ from train.losses.divergences import (
     lk_alpha,
     lk_lambda,
     log_probs,
+    reach,
+    renyi_half,
     reverse_kl,
     smooth_l1,
     soft_ce,
@@ -28,12 +30,15 @@ from train.settings.training import LossName
 Loss = Callable[..., Tensor]
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 divergences = pytest.mark.parametrize(
-    "loss", [forward_kl, reverse_kl, jsd, tv, lk_alpha, lk_lambda], ids=lambda loss: loss.__name__
+    "loss",
+    [forward_kl, reverse_kl, jsd, renyi_half, tv, lk_alpha, lk_lambda],
+    ids=lambda loss: loss.__name__,
 )
 GOLDEN: dict[Loss, float] = {
     forward_kl: 0.1438410,  # ln 2 / sqrt 3 ...: 1/2 ln(2/3) + 1/2 ln 2
     reverse_kl: 0.1308120,  # 3/4 ln(3/2) + 1/4 ln(1/2)
     jsd: 0.0338220,  # m = (5/8, 3/8)
+    renyi_half: 0.0693365,  # -2 ln(sqrt(3/8) + sqrt(1/8))
     tv: 0.25,
     acceptance: 0.75,
     lk_alpha: 0.2876821,  # -ln 3/4
@@ -46,6 +51,7 @@ REDUCED_GOLDEN: dict[Loss, float] = {
     forward_kl: 0.1438410,
     reverse_kl: 0.1308120,
     jsd: 0.0338220,
+    renyi_half: 0.0693365,
     soft_ce: 0.8369882,
     top_k: 0.8369882,
     acceptance: 0.5,  # 1/4 + 1/4
@@ -223,6 +229,15 @@ def test_lk_gradients() -> None:
     torch.testing.assert_close(gradient(lk_lambda, p, q), mixture)
 
 
+def test_renyi_half_pulls_q_to_a_law_between() -> None:
+    """Bug: a divergence of another order: the gradient in q's logits is q - r, r = sqrt(p q) ÷ its sum."""
+    p, q = logits(0).double(), logits(1).double()
+    between = (p.softmax(-1) * q.softmax(-1)).sqrt()
+    torch.testing.assert_close(renyi_half(p, q), -2 * between.sum(-1).log())
+    between = between / between.sum(-1, keepdim=True)
+    torch.testing.assert_close(gradient(renyi_half, p, q), q.softmax(-1) - between)
+
+
 def test_lk_lambda_starts_as_kl() -> None:
     """Bug: the share turned round: without overlap it is all KL, whose gradient does not vanish."""
     p, q = torch.tensor([[0.0, 0, 40, 40]]), torch.tensor([[40.0, 40, 0, 0]])
@@ -289,6 +304,13 @@ def test_dpace_is_the_gradient_of_the_accepted_length() -> None:
     (dpace(log_q.exp()[None], all_valid, a=0)[0] * -log_q).sum().backward()
     by_hand = torch.autograd.grad(-length(log_q.exp()), log_q)[0]
     torch.testing.assert_close(log_q.grad, by_hand)
+
+
+def test_reach_by_hand_and_padded() -> None:
+    """Bug: a slot's own acceptance counted, or padding that ends a block."""
+    accepted = torch.tensor([[0.5, float("nan"), 0.8, 0.0, 1.0]], requires_grad=True)
+    found = reach(accepted, torch.tensor([[True, False, True, True, True]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0, 0.5, 0.4, 0]]))
 
 
 def test_dpace_by_hand_and_padded() -> None:

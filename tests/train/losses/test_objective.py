@@ -24,7 +24,7 @@ from train.teacher.feature_codec import pack_distribution, unpack_log_probs
 from train.trainer.settings import DistillConfig
 
 every_name = pytest.mark.parametrize("name", LOSSES)
-CONVEX = ["forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha"]
+CONVEX = ["forward_kl", "reverse_kl", "jsd", "renyi_half", "tv", "lk_alpha"]
 """Those that cannot grow when tokens are taken together."""
 
 
