@@ -26,7 +26,7 @@ MICRO_BATCH = 4
 
 
 @dataclass
-class TuneConfig:
+class TuneTargetConfig:
     target: str = ""
     """The model to tune: a folder, a GGUF file or a Hub name."""
     rows: str = ""
@@ -67,7 +67,7 @@ def predict(model: Any, rows: list[tuple[list[int], int]]) -> tuple[Any, Any]:
     return inner.lm_head(hidden[learned]), ids[:, 1:][learned[:, :-1]]
 
 
-def main(s: TuneConfig) -> None:
+def main(s: TuneTargetConfig) -> None:
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from peft import set_peft_model_state_dict as load_updates
@@ -126,4 +126,4 @@ def main(s: TuneConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, TuneConfig, __doc__)
+    run_command(main, TuneTargetConfig, __doc__)

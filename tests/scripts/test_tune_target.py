@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.model.loading import load_tokenizer
 from scripts.lab import tune_target
-from scripts.lab.tune_target import TuneConfig
+from scripts.lab.tune_target import TuneTargetConfig
 from tests.rows import save_byte_target, write_rows
 
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> Path:
 
 def tune(home: Path, out: Path) -> dict[str, Tensor]:
     files = str(home / "target"), str(home / "rows.jsonl"), str(out)
-    tune_target.main(TuneConfig(*files, rank=4, lr=0.02, batch_size=4))
+    tune_target.main(TuneTargetConfig(*files, rank=4, lr=0.02, batch_size=4))
     return load_file(out / "model" / "model.safetensors")
 
 
