@@ -2,7 +2,7 @@
 
     python scripts/lab/tune_target.py --target T --rows answers.jsonl --out outputs/tuned
 
-It is what a stock draft meets when somebody has tuned the target: docs/measurements.md has drafts before and after.
+It makes what a stock draft meets when somebody has tuned the target, to measure drafts before and after.
 Each row of --rows has `question` and `answer`; the loss is the cross entropy of the answer's tokens and of the token
 that ends a turn, after the question in the target's chat template. One pass. A kill costs at most the last 10 steps.
 """
