@@ -36,7 +36,7 @@ OPTIONS = [
     "--temperatures",
     "[0.0]",
     "--max_new_tokens",
-    "48",
+    "32",
     "--phase_prompts",
     "0",
     "--overwrite",

@@ -111,15 +111,16 @@ class TaskPromptsConfig(RunSettings):
     """Write into `out` again although the settings differ."""
 
 
-def read_questions(source: str) -> list[str]:
-    """The questions of a data set of the Hub or a .jsonl file. UserError if a row has none."""
+def read_columns(source: str, *columns: str) -> list[tuple[str, ...]]:
+    """These texts of each row of a data set of the Hub or a .jsonl file. UserError if a row lacks one."""
     if source.endswith(".jsonl"):
         rows = [row for _, row in parse_jsonl(read_text(Path(source)), source)]
     else:
         rows = list(load_hub_dataset(source, "main", "train"))
-    if not all(isinstance(row, dict) and isinstance(row.get("question"), str) for row in rows):
-        raise UserError(f"math {source}: each row needs a text `question`")
-    return [row["question"] for row in rows]
+    for column in columns:
+        if not all(isinstance(row, dict) and isinstance(row.get(column), str) for row in rows):
+            raise UserError(f"{source}: each row needs a text `{column}`")
+    return [tuple(row[column] for column in columns) for row in rows]
 
 
 def function_stubs() -> list[str]:
@@ -178,7 +179,9 @@ def main(s: TaskPromptsConfig) -> None:
         files = {"summaries.jsonl": ask(SUMMARIES, texts, len(texts), rng)}
     else:
         files = {
-            "math.jsonl": ask(MATH, read_questions(s.math), s.math_count, rng),
+            "math.jsonl": ask(
+                MATH, [text for (text,) in read_columns(s.math, "question")], s.math_count, rng
+            ),
             "code.jsonl": ask(CODE, function_stubs(), s.code_count, rng),
             "articles.jsonl": ask_articles(s.article_count, rng),
         }

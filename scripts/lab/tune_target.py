@@ -1,8 +1,9 @@
 """A target tuned by LoRA on questions and answers of people, as a model of transformers with merged weights.
 
-    python scripts/lab/tune_target.py --target T --rows answers.jsonl --out outputs/tuned
+    python scripts/lab/tune_target.py --target T --rows openai/gsm8k --out outputs/tuned
 
-It makes what a stock draft meets when somebody has tuned the target, to measure drafts before and after.
+It makes what a draft meets when somebody has tuned the target, to measure drafts before and after: OUT/model, and
+OUT/prompts.jsonl, questions for sampling the tuned target on which it was not tuned.
 Each row of --rows has `question` and `answer`; the loss is the cross entropy of the answer's tokens and of the token
 that ends a turn, after the question in the target's chat template. One pass. A kill costs at most the last 10 steps.
 """
@@ -18,7 +19,9 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common.command import run_command
-from decode.common.ranges import Count, LearningRate, Seed
+from decode.common.files import write_atomically
+from decode.common.ranges import Count, CountOrZero, LearningRate, Seed
+from scripts.lab.task_prompts import read_columns
 
 PROGRESS = "progress.json"
 MICRO_BATCH = 4
@@ -29,10 +32,16 @@ MICRO_BATCH = 4
 class TuneTargetConfig:
     target: str = ""
     """The model to tune: a folder, a GGUF file or a Hub name."""
-    rows: str = ""
-    """JSON lines with `question` and `answer`."""
+    rows: str = "openai/gsm8k"
+    """A data set of the Hub (its split train), or JSON lines with `question` and `answer`."""
     out: str = ""
     """Folder of the tuned model."""
+    count: Count = 400
+    """Rows that are learned, the first ones."""
+    asked: CountOrZero = 400
+    """The rows behind them whose questions are written to prompts.jsonl."""
+    dtype: str = "bfloat16"
+    """Of the weights, while tuned and saved: float32 is faster on a CPU without AVX512-BF16."""
     rank: Count = 16
     """Rank of the updates of attention's matrices; alpha is the same number."""
     lr: LearningRate = 2e-4
@@ -78,19 +87,23 @@ def main(s: TuneTargetConfig) -> None:
 
     torch.manual_seed(s.seed)
     tokenizer = load_tokenizer(s.target)
-    lines = [json.loads(line) for line in Path(s.rows).read_text().splitlines()]
-    rows = [encode(tokenizer, line["question"], line["answer"]) for line in lines]
+    lines = read_columns(s.rows, "question", "answer")
+    out = Path(s.out)
+    out.mkdir(parents=True, exist_ok=True)
+    asked = [line[0] for line in lines[s.count : s.count + s.asked]]
+    write_atomically(
+        out / "prompts.jsonl", "".join(json.dumps({"prompt": x}) + "\n" for x in asked)
+    )
+    rows = [encode(tokenizer, question, answer) for question, answer in lines[: s.count]]
     rows = [row for row in rows if len(row[0]) <= s.max_length]
     batches = [rows[i : i + s.batch_size] for i in range(0, len(rows), s.batch_size)]
-    model = load_model(s.target, "target", "cpu", "bfloat16")
+    model = load_model(s.target, "target", "cpu", s.dtype)
     # Attention alone: on a CPU the MLP's wide outputs cost more in the updates' float32 than in the products.
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=s.rank, lora_alpha=s.rank, target_modules=attention)
     model = get_peft_model(model, config)
     updates = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(updates, lr=s.lr, weight_decay=0.0)
-    out = Path(s.out)
-    out.mkdir(parents=True, exist_ok=True)
     first = 0
     if (out / PROGRESS).exists():
         first = json.loads((out / PROGRESS).read_text())["steps"]

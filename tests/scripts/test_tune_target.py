@@ -1,5 +1,6 @@
 """scripts/lab/tune_target.py: answers are learned, questions are not, and a tuning that was killed goes on."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -20,13 +21,14 @@ TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 def home(tmp_path: Path) -> Path:
     save_byte_target(tmp_path / "target", TEMPLATE)
     rows = [{"question": f"{i}+{i}?", "answer": f"= {2 * i}"} for i in range(4)] * 12
-    write_rows(tmp_path / "rows.jsonl", rows)
+    later = [{"question": f"later {i}?", "answer": "= 0"} for i in range(3)]
+    write_rows(tmp_path / "rows.jsonl", rows + later)
     return tmp_path
 
 
 def tune(home: Path, out: Path) -> dict[str, Tensor]:
     files = str(home / "target"), str(home / "rows.jsonl"), str(out)
-    tune_target.main(TuneTargetConfig(*files, rank=4, lr=0.02, batch_size=4))
+    tune_target.main(TuneTargetConfig(*files, 48, 2, rank=4, lr=0.02, batch_size=4))
     return load_file(out / "model" / "model.safetensors")
 
 
@@ -42,12 +44,15 @@ def test_labels_are_the_answer_and_its_end(home: Path) -> None:
 def test_what_was_saved_goes_on_to_the_same_weights(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a resumed run without the optimiser's states, and updates that are not in the saved weights."""
+    """Catches a resumed run without the optimiser's states, updates that are not saved, and questions asked that were
+    learned."""
     straight = tune(home, home / "straight")
     said = capsys.readouterr().out
     assert "step 12/12" in said
     losses = [float(part.split(",")[0]) for part in said.split("loss ")[1:]]
     assert losses[-1] < losses[0] - 0.3
+    asked = (home / "straight" / "prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in asked] == ["later 0?", "later 1?"]
     stopped = home / "stopped"
     stopped.mkdir()
     for name in ("progress.json", "updates.safetensors", "optimizer.pt"):

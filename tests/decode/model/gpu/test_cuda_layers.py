@@ -41,11 +41,12 @@ def outputs(layers: Projections, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_a_joined_product_gives_the_same_bits(rows: int) -> None:
+def test_a_joined_product_gives_each_layers_outputs(rows: int) -> None:
     """Catches outputs of another layer, a bias lost or given to a layer without one."""
     usual, one = joined()
     x = torch.randn(2, rows, 24)
-    assert all(map(torch.equal, outputs(one, x), outputs(usual, x)))
+    # Some CPUs' products of other widths have other last bits.
+    torch.testing.assert_close(outputs(one, x), outputs(usual, x), rtol=1e-6, atol=1e-6)
 
 
 def test_joined_layers_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
