@@ -24,8 +24,8 @@ does not compute is refused before anything is written (scripts/check_draft.py -
 
 flat, speculators and medusa-legacy copy tensors bit for bit. gguf stores matrices in --dtype, hf and transplant make
 rows of the vocabulary, w8a8 rounds weights; rows of the LM head for tokens outside a causal draft's reduced vocabulary
-get the mean of those inside. The draft may be any that loads here: ours, or published ones
-(decode/checkpoints/importers.py).
+get the mean of those inside. The draft may be one that loads here, ours or published (decode/checkpoints/importers.py),
+but for PARD, DFlash 2, XPress and Domino, and EAGLE-3 or P-EAGLE heads with other than one layer of Llama.
 """
 
 import sys

@@ -6,13 +6,13 @@
 
 Without --push nothing is sent: the folder is written and shown. Published are the fields of draftsmith.json, the report
 and the manifest that their types name (decode/common/published.py), and the card contains nothing else. Of a local path
-in them only the last part is published, unless it has two parts at most or lies in assets/, configs/ or outputs/ (then
-as seen from there); of a place in the Hub's cache its repository. --labels.base_model says what a target from a folder
-is called on the Hub; without a name that others can find the command and the card say so. A draft is refused if its
-report is of other weights, if its greedy output is not the target's, or if its weights, config or tokenizer contain a
-secret, a local path or a pickle; samples are refused if a row contains a secret or the set holds images. A push leaves
-no file of an earlier version that the folder lacks. The same command goes on with an interrupted upload. The last line
-is JSON.
+in them only the last part is published, unless it has two parts at most (a sampled set: one) or lies in assets/,
+configs/ or outputs/ (then as seen from there); of a place in the Hub's cache its repository. --labels.base_model says
+what a target from a folder is called on the Hub; without a name that others can find the command and the card say so. A
+draft is refused if its report is of other weights, if its greedy output is not the target's, or if its weights, config
+or tokenizer contain a secret, a pickle or a local path (which is cut out of tokenizer_config.json and
+generation_config.json); samples are refused if a row contains a secret or the set holds images. A push leaves no file
+of an earlier version that the folder lacks. The same command goes on with an interrupted upload. The last line is JSON.
 """
 
 import json

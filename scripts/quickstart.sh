@@ -3,8 +3,8 @@
 # EAGLE-3 head on the answers, measures before and after on other foods, decodes one answer in colour, and makes the
 # folder for the Hub.
 # Two CPU cores, no GPU, no network except the Python package index. Without that, or with --bundled, it runs on the
-# bundled models, where three drafts are trained from nothing. What the commands say goes to log.txt in the folder of
-# outputs. Run again, it continues where it stopped; `rm -r outputs/quickstart` starts over.
+# bundled models, where three drafts are trained, two of them from nothing. What the commands say goes to log.txt in the
+# folder of outputs. Run again, it continues where it stopped; `rm -r outputs/quickstart` (outputs/bundled) starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh

@@ -5,7 +5,7 @@
     python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target --temperature 1
 
 --python is an interpreter with vLLM: by default that of VLLM_PYTHON, else of .venv-vllm (vLLM's CPU build will do;
-Medusa needs 0.32 or older, and the CPU build a head size of 32, 64 or 128). Families: causal, Medusa, EAGLE-1,
+Medusa needs 0.32 or older, and the CPU build has not all head sizes). Compared so far: causal, Medusa, EAGLE-1,
 EAGLE-3, PARD, P-EAGLE and DFlash. Both sides decode in fp32, with chains of --k and past EOS; the last line is JSON.
 
 Greedy decoding must be the same: exit code 1 if any prompt differs in its tokens, its rounds or its accepted counts by

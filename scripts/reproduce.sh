@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains the head of assets/eagle3-smollm2 from nothing and measures SmolLM2's tables of docs: SmolLM2-135M-Instruct answers
+# Trains a head by the recipe of assets/eagle3-smollm2 from nothing and measures SmolLM2's tables of docs: SmolLM2-135M-Instruct answers
 # 5,000 prompts, an EAGLE-3 head learns from the answers, and is measured on MT-bench, HumanEval, GSM8K and CNN/DailyMail.
-# Every family is trained for 300 steps on the same answers and measured too.
+# Every family that leaves the target as it is is trained for 300 steps on the same answers and measured too.
 # These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: hours.
 # Run again, it continues where it stopped. GSM8K=FILE reads the questions from a .jsonl file.
 # With the argument qwen2.5-coder: that pair in four bits, its fidelity, and the README's table beside llama.cpp (LLAMA_SERVER: its server).

@@ -44,7 +44,7 @@ def test_importing_and_wrong_settings_load_no_torch() -> None:
         check=True,
     )  # fmt: skip
     *errors, torch = done.stdout.splitlines()
-    assert errors == ["there is no setting no_such_setting (--help lists all of them)"] * 3
+    assert errors == ["there is no setting no_such_setting (--help_all lists all of them)"] * 3
     assert torch == "False"
 
 

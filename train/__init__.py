@@ -5,7 +5,7 @@
     samples = sample(target="assets/target", out="samples", max_new_tokens=64)
     draft = distill(target="assets/target", data=samples.folder, draft={"init": "assets/draft"}, out="draft")
 
-The settings are those of train/sample.py and train/distill.py, whose --help explains them: groups are dicts, and
+The settings are those of train/sample.py and train/distill.py, whose --help_all explains them: groups are dicts, and
 `config` is a YAML file that the others stand above. What the functions raise for bad settings and inputs is UserError;
 torch is loaded when one is called.
 train/sample.py and train/distill.py are scripts: whoever imports one as a module has it in the function's place.

@@ -8,8 +8,8 @@
     python train/sample.py --origin text --target T --sources '[{kind: file, path: traces.jsonl}]' --turns all --out DIR
 
 Several processes share the prompts. After a kill the same command resumes: what was answered in the last minute may be
-answered again, and each answer is the same as without the kill, because its random numbers depend on `seed` and its id
-alone.
+answered again, and our engine's answers are the same as without the kill, because the random numbers of each depend on
+`seed` and its id alone. A server gets the same seeds, and may round otherwise beside other requests.
 """
 
 import json

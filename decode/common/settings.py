@@ -531,7 +531,7 @@ def _unknown(key: Any, group: type, prefix: str) -> UserError:
     names = (*OTHER_NAMES.get(str(key), "").split(), str(key))
     ends = [other for name in names for other in known if other.rpartition(".")[2] == name]
     close = ends or difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
-    hint = f"did you mean {prefix + close[0]!r}?" if close else "--help lists all of them"
+    hint = f"did you mean {prefix + close[0]!r}?" if close else "--help_all lists all of them"
     return UserError(f"there is no setting {' '.join(f'{prefix}{key}'.split()):.60} ({hint})")
 
 

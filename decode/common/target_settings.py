@@ -71,10 +71,10 @@ class TargetSettings:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: DtypeName = "float32"
-    """float32, bfloat16, float16; w8a8 (weights and activations of linear layers in eight bits); w4a8 (the same, but
-    weights that have four bits already, as in a GGUF of Q4_K_M, stay so; on a CPU with AVX512-VNNI); int8 or
-    int8_bfloat16 (weights in eight bits, by torchao). The output is that of the target in this dtype. Losslessness to
-    the token is a property of computing in float32."""
+    """float32, bfloat16, float16; w8a8 (weights and activations of linear layers in eight bits; on a CPU); w4a8 (the
+    same, but weights that have four bits already, as in a GGUF of Q4_K_M, stay so; on a CPU with AVX512-VNNI and a C++
+    compiler); int8 or int8_bfloat16 (weights in eight bits, by torchao). The output is that of the target in this
+    dtype. Losslessness to the token is a property of computing in float32."""
 
 
 @dataclass

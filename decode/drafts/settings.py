@@ -124,8 +124,8 @@ class GenerateConfig(DecodingSettings, LoadingSettings):
     """Folder or Hub name of a draft; `ngram`, `suffix`: lookup in the text so far; `swift`: the target without some
     sub-layers; `grammar`: only tokens that a grammar forces; `none`: plain decoding."""
     draft_dtype: DtypeName = ""
-    """What the draft computes in, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's
-    dtype. It never changes the output."""
+    """What the draft computes in, such as bfloat16, or on a CPU w8a8 or int4 (weights in four bits); empty: the
+    target's dtype. It never changes the output."""
     swift: SwiftConfig = field(default_factory=SwiftConfig)
     """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
     state: str = ""

@@ -320,8 +320,8 @@ def _fused_attention(
 ) -> Tensor:
     """torch's fused attention. On a CPU a query's result is the same bits however many queries there are.
 
-    Its kernel takes queries in blocks, and the last block's products are other ones if it has one to three: W8A8 makes
-    a rounding of another value of such a bit, and a text another one than that of plain decoding.
+    Its kernel takes queries in blocks, and the last block's products are other ones if it has fewer than CPU_QUERIES:
+    W8A8 makes a rounding of another value of such a bit, and a text another one than that of plain decoding.
     """
     queries = packed.shape[2]
     over = queries % CPU_QUERY_BLOCK

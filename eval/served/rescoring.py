@@ -46,11 +46,14 @@ def differences_table(found: LogComparison) -> Table:
     return table
 
 
-def rescore(path: str, other: str, before: str, out: str) -> None:
-    """Prints the figures of the log at `path` and of `other`, if it is given, and the verdict on two."""
+def rescore(
+    path: str, other: str, before: str, method: str, temperature: float | None, out: str
+) -> None:
+    """Prints the figures of the log at `path` and of `other`, if it is given, and the verdict on two. `method` and
+    `temperature` choose answers as in `read_outputs`."""
     check_file(out, [path, other, before], "--json")
-    logs = [read_log(path, before)]
-    logs += [read_log(other)] if other else []
+    logs = [read_log(path, before, method, temperature)]
+    logs += [read_log(other, "", method, temperature)] if other else []
     found = compare(*logs) if len(logs) > 1 else None
     console = Console(highlight=False, soft_wrap=True)
     scored = [score(log) for log in logs]

@@ -25,14 +25,16 @@ NOTES = (
 """What to know of the figures of outputs.jsonl."""
 
 
-def read_log(path: str, before: str = "") -> EngineLog:
-    """The log in a file; `before` is an earlier dump of the same server, which is subtracted. UserError for a file of
-    neither kind."""
+def read_log(
+    path: str, before: str = "", method: str = "", temperature: float | None = None
+) -> EngineLog:
+    """The log in a file; `before` is an earlier dump of the same server, which is subtracted. `method` and
+    `temperature` choose answers as in `read_outputs`. UserError for a file of neither kind."""
     text = read_text(path)
     if text.lstrip().startswith("{"):
         if before:
             raise UserError(f"{path} holds answers: --before is for /metrics dumps, leave it out")
-        return read_outputs(path)
+        return read_outputs(path, method, temperature)
     engines = [name for name in DUMPS if f"\n{name}:" in f"\n{text}"]
     if len(engines) != 1:
         raise UserError(
@@ -41,17 +43,24 @@ def read_log(path: str, before: str = "") -> EngineLog:
     return DUMPS[engines[0]](path, before)
 
 
-def read_outputs(path: str) -> EngineLog:
-    """The answers in an outputs.jsonl, of one method. UserError for other lines, and where none drafted a token."""
-    lines = list(parse_jsonl(read_text(path), path))
-    requests = [_line_counts(line, where) for where, line in lines]
-    seen = {f"{x.get('method', '')} {x.get('temperature', '')}".strip() for _, x in lines}
+def read_outputs(path: str, method: str = "", temperature: float | None = None) -> EngineLog:
+    """The answers in an outputs.jsonl of one method ("": the only one but plain decoding) at one temperature (None: the
+    only one). UserError for other lines, for several methods or temperatures, and where none drafted a token."""
+    lines = [(x, _line_counts(x, where)) for where, x in parse_jsonl(read_text(path), path)]
+    chosen = [
+        (x, counts)
+        for x, counts in lines
+        if (x.get("method") == method if method else x.get("method") != "plain")
+        and temperature in (None, x.get("temperature"))
+    ]
+    seen = {f"{x.get('method', '')} {x.get('temperature', '')}".strip() for x, _ in chosen}
     if len(seen) > 1:  # their acceptance is not one figure
-        raise UserError(f"{path} has lines of {' and '.join(sorted(seen))}: keep those of one")
-    if all(r.drafted == 0 for r in requests):
         raise UserError(
-            f"{path}: no answer drafted a token: keep the lines of a method that drafts"
+            f"{path} has lines of {' and '.join(sorted(seen))}: choose by --method and --temperature"
         )
+    requests = [counts for _, counts in chosen]
+    if all(r.drafted == 0 for r in requests):
+        raise UserError(f"{path}: no answer drafted a token: choose a method that drafts")
     return EngineLog(path, "draftsmith", requests, notes=NOTES)
 
 

@@ -34,8 +34,8 @@ class Task:
     and alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need
     a path."""
     path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name.
-    Without a spec its rows hold `turns` (the user's messages, in order), else `messages` (a chat, maybe as JSON),
+    """A .jsonl, .json or .txt file, also .gz or .zst, or a .parquet; a folder of them or of `save_to_disk`; or a Hub
+    name. Without a spec its rows hold `turns` (the user's messages, in order), else `messages` (a chat, maybe as JSON),
     `prompt` and others, as training reads them, and maybe `tools`, `chat_template_kwargs`, `id` and `domain`; the
     paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
     split: str = ""
@@ -74,7 +74,7 @@ class MethodConfig:
     device: str = ""
     """Device of the draft, such as cpu or cuda:1; empty: the target's."""
     dtype: DtypeName = ""
-    """Number type of the draft, such as bfloat16, w8a8 or int4 (weights in four bits, on a CPU); empty: the target's.
+    """Number type of the draft, such as bfloat16, or on a CPU w8a8 or int4 (weights in four bits); empty: the target's.
     It changes what is drafted, never the output."""
     gguf: str = ""
     """compare llamacpp: the same draft as a GGUF file that llama.cpp serves, such as one in Q4_K_M; empty: `draft`, if

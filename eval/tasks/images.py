@@ -30,7 +30,7 @@ MARK = "<image>"
 
 
 class FoundImages:
-    """The images of prompts that were read, before they are stored. Those that stand in rows are held in memory."""
+    """The images of prompts that were read, those that stand in rows held in memory until they are stored."""
 
     def __init__(self, load_reader: Callable[[], ImageReader]) -> None:
         """`load_reader` is called once, when the first prompt with images is encoded."""
@@ -112,6 +112,7 @@ class FoundImages:
             path, source = folder / FOLDER / name, self.sources[name]
             if not path.is_file():
                 write_atomically(path, source.read_bytes() if isinstance(source, Path) else source)
+            self.sources[name] = path
 
 
 def names_in(messages: Messages) -> list[str]:

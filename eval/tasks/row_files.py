@@ -153,7 +153,7 @@ def pick_split(names: Sequence[str], split: str, where: str) -> str:
     return names[0]
 
 
-_ENDINGS = f"{', '.join(SUFFIXES)}, or in these and {' or '.join(PACKED)}"
+_ENDINGS = f"{', '.join(SUFFIXES)}, or, but for .parquet, in these and {' or '.join(PACKED)}"
 
 
 def file_kind(path: Path) -> str:

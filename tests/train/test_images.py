@@ -168,7 +168,8 @@ def placed(fields: dict[str, Any], folder: Path | None) -> tuple[Any, FoundImage
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_row_is_the_same_chat(form: str, tmp_path: Path) -> None:
-    """Catches a form that loses its image, its text or their order, and names that depend on where an image lay."""
+    """Catches a form that loses its image, its text or their order, names that depend on where an image lay, and images
+    that stay in memory once they are stored."""
     (tmp_path / "red.png").write_bytes(picture())
     messages, found = placed(FORMS[form], tmp_path)
     [name] = found.sources
@@ -177,6 +178,9 @@ def test_every_form_of_a_row_is_the_same_chat(form: str, tmp_path: Path) -> None
     if form != "picture":  # that one is written anew
         want, _ = placed(FORMS["path"], tmp_path)
         assert messages == want
+    assert found.open(name).getpixel((0, 0)) == (255, 0, 0)
+    found.store(tmp_path, [name])
+    assert found.sources == {name: tmp_path / "images" / name}
     assert found.open(name).getpixel((0, 0)) == (255, 0, 0)
 
 

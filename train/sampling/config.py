@@ -113,7 +113,8 @@ class WritePromptsConfig(RunSettings, TargetSettings):
     COMMON: ClassVar[str] = "target out dtype count systems"
 
     target: str = "assets/target"
-    """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
+    """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name. The default has
+    none, so name one."""
     out: str = "outputs/prompts"
     """Folder of prompts.jsonl, one chat a line."""
     systems: list[str] = field(default_factory=lambda: [""])

@@ -20,9 +20,9 @@ class PromptSource:
     a data set of the Hugging Face Hub."""
 
     path: str = ""
-    """bundled: code, prose, arithmetic or all; file: .jsonl, .json or .parquet, .txt with a blank line between prompts
-    (each also .gz or .zst), a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read as
-    the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
+    """bundled: code, prose, arithmetic or all; file: .jsonl, .json, .txt with a blank line between prompts (each also
+    .gz or .zst) or .parquet, a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read
+    as the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
     instruction with input, question, query (with their answers, for origin text); text. Its tools are offered to the
     target, and the chat template gets the arguments in its chat_template_kwargs. Agents' rollouts are rows too: logged
     requests, verifiers' traces, and for origin text token ids with a mask (docs/data_forms.md)."""
@@ -109,7 +109,8 @@ class StatesServerConfig:
 @dataclass
 class DoctorConfig:
     target: str = "assets/target"
-    """The model that the data is for: folder or Hub name. Its tokenizer, template and config are read, no weights."""
+    """The model that the data is for: a folder, a GGUF file or a Hub name. Its tokenizer, template and config are read,
+    no weights."""
     revision: str | None = None
     """Commit, tag or branch of a target on the Hub."""
     template: TemplateSetting | None = None

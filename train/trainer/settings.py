@@ -35,7 +35,7 @@ class DistillConfig(RunSettings):
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
 
     target: Place = "assets/target"
-    """The model whose distributions the draft learns: folder or Hub name."""
+    """The model whose distributions the draft learns: a folder, a GGUF file or a Hub name."""
     revision: Revision | None = None
     """Commit, tag or branch of a target on the Hub."""
     tokenizer: Place = ""
@@ -62,8 +62,8 @@ class DistillConfig(RunSettings):
     loop: LoopConfig = field(default_factory=LoopConfig)
     check: AcceptanceEvalConfig = field(default_factory=AcceptanceEvalConfig)
     mixed_precision: Precision = "auto"
-    """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, else fp32.
-    fp16, with scaled gradients, is for GPUs without bf16."""
+    """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, fp16 on
+    another GPU and fp32 on a CPU. fp16 comes with scaled gradients."""
     target_dtype: Annotated[DtypeName, WORD] = "float32"
     """Precision of the frozen target."""
     placement: Private[PlacementConfig] = field(default_factory=PlacementConfig)

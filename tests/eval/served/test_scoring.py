@@ -88,6 +88,27 @@ def test_our_own_outputs(tmp_path: Path) -> None:
     )
 
 
+def test_answers_of_one_method_and_temperature_are_chosen(tmp_path: Path) -> None:
+    """Catches answers of other methods, of plain decoding or of other temperatures among those that are scored."""
+    lines = [
+        outputs([[0, 0]], method="plain", temperature=0.0),
+        outputs([[4, 2]], temperature=0.0),
+        outputs([[4, 3]], temperature=1.0),
+        outputs([[4, 1]], method="eagle3", temperature=0.0),
+    ]
+    (tmp_path / "log").write_text("".join(lines))
+    path = str(tmp_path / "log")
+    chosen = {"eagle3": read_log(path, method="eagle3"), "hot": read_log(path, "", "causal", 1.0)}
+    assert {name: [r.accepted for r in log.requests] for name, log in chosen.items()} == {
+        "eagle3": [1],
+        "hot": [3],
+    }
+    with pytest.raises(UserError, match="causal 0.0 and causal 1.0: choose by --method and"):
+        read_log(path, method="causal")
+    (tmp_path / "log").write_text(lines[0] + lines[1])
+    assert [r.accepted for r in read_log(path).requests] == [2]
+
+
 def test_rounds_of_several_lengths() -> None:
     """Catches short drafts that count against positions they never had."""
     assert by_position({3: [1, 0, 2, 5], 2: [1, 0, 1]}) == ((8, 8, 5), (10, 8, 7))

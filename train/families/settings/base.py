@@ -66,7 +66,7 @@ class HeadSettings(FamilySettings):
     """Heads on the target's hidden states, new ones or saved ones."""
 
     init: Place = ""
-    """Folder of a draft whose training to continue."""
+    """Folder or Hub name of a draft whose training to continue."""
 
     @property
     def continues(self) -> str:

@@ -28,7 +28,8 @@ class CausalSettings(FamilySettings):
     """Instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
     num_hidden_layers: 4}."""
     lora_rank: Annotated[int, at_least(0, 4096)] = 0
-    """Rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
+    """Rank of LoRA adapters on all linear layers but the LM head, which alone are trained; 0: all weights are
+    trained."""
     vocab: CountOrZero | None = None
     """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null:
     those that the draft in `init` has, or all."""

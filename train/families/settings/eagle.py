@@ -58,7 +58,7 @@ class EagleNetSettings(FusedHeadSettings):
         field(default_factory=list)
     )
     """Norms added to the published network, by their names in config.json: fc_norm and norm_output are those of
-    EAGLE-3.1. Serving engines read them."""
+    EAGLE-3.1. vLLM reads all of them, other engines only some (docs/families.md)."""
 
     def __post_init__(self) -> None:
         if {"norm_before_fc", "fc_norm"} <= set(self.norms):

@@ -49,7 +49,7 @@ class MtpSettings(HeadSettings):
 
     family: Literal["mtp"] = "mtp"
     init: Place = ""
-    """Folder of a draft whose training to continue, or of a target which has such a layer."""
+    """Folder or Hub name of a draft whose training to continue, or of a target which has such a layer."""
     steps: Annotated[int, at_least(1, 64)] = 3
     """How many times each slot is run in training (training-time test)."""
 
