@@ -1,7 +1,7 @@
 """DFlash and its kin: config.json and tensors as saved here, as engines require them and as others save them.
 
 DFlash 2, XPress and Domino are read alone: the first two as the speculators library writes them, DFlash 2 also flat, as
-its authors do, and Domino as SpecForge writes it.
+its authors do, and Domino as SpecForge writes it. SpecForge has the settings of DSpark in `dflash_config`.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,11 @@ SELECTED = (
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 """Settings of DFlash 2 that its authors may write in `dflash_config`; the last three are refused."""
+HEADS = (
+    *("markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov"),
+)
+"""Settings of DSpark that SpecForge writes in `dflash_config`."""
 CORRECTED = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
 """Sizes of Domino's correction in `dflash_config`, with the least that each may be."""
 NESTED_OF_DOMINO = (
@@ -106,9 +111,13 @@ def _dspark_shapes(config: HeadConfig) -> Shapes:
     if not shapes:
         return {}
     size, hidden = shapes["lm_head.weight"]
-    return shapes | {
+    shapes |= {
         "markov_head.markov_w1.weight": (config["vocab_size"], rank),
         "markov_head.markov_w2.weight": (size, rank),
+    }
+    if not config.value("enable_confidence_head", True):
+        return shapes
+    return shapes | {
         "confidence_head.proj.weight": (1, hidden + rank),
         "confidence_head.proj.bias": (1,),
     }
@@ -140,6 +149,14 @@ def _read(
         raise UserError(
             "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
         )
+    flat |= {key: nested[key] for key in (*SELECTED, *HEADS) if key in nested}
+    if flat.get("markov_rank"):
+        flat.setdefault("enable_confidence_head", "confidence_head.proj.weight" in tensors)
+        alone = flat.get("confidence_head_with_markov") is False
+        if flat["enable_confidence_head"] and alone:
+            raise UserError(
+                "DSpark with confidence_head_with_markov false: a confidence of the state alone is not read"
+            )
     kinds = set(flat.get("layer_types") or ()) - {"full_attention"}
     if kinds - {"sliding_attention"} or (kinds and not flat.get("sliding_window")):
         raise UserError(
@@ -155,7 +172,6 @@ def _read(
         raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
     if "mask_token_id" not in nested:
         nested["mask_token_id"] = flat["mask_token_id"]
-    flat |= {key: nested[key] for key in SELECTED if key in nested}
     if "dflash2" in families:
         _check_dflash2(flat)
     anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))

@@ -254,7 +254,8 @@ class DFlashModel(nn.Module):
         self.lm_head = None if ids is None else nn.Linear(width, len(ids), bias=False)
         draft_vocab = vocab if ids is None else len(ids)
         self.markov_head = MarkovHead(vocab, draft_vocab, rank) if rank else None
-        self.confidence_head = ConfidenceHead(width, rank) if rank else None
+        confident = rank and fields.get("enable_confidence_head", True)
+        self.confidence_head = ConfidenceHead(width, rank) if confident else None
         selector_rank, refiner_rank = fields.get("selector_rank"), fields.get("xpress_rank")
         self.candidate_selector = self.refiner_head = None
         if selector_rank:

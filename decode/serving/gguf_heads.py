@@ -83,7 +83,10 @@ def head_keys(
     if "mrope_section" in (target.get("rope_parameters") or {}):  # text has one of four positions
         layers["rope.dimension_sections"] = [net.config.head_dim // 2, 0, 0, 0]
     if family == "dspark":
-        layers |= {"sample_from_anchor": net.first == 0, "has_confidence_head": True}
+        layers |= {
+            "sample_from_anchor": net.first == 0,
+            "has_confidence_head": net.confidence_head is not None,
+        }
     return layers
 
 

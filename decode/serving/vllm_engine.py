@@ -253,6 +253,7 @@ RULES = (
     Rule("map", DFLASH, SILENT, DFLASH_PY, checks.map_wrong),
     Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, checks.map_dtype),
     Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, checks.require_value("markov_head_type", "vanilla", "vanilla")),
+    Rule("corrector-size", ("dspark",), REFUSED, DSPARK_PY, checks.require_keys("markov_rank")),
     # MTP layers
     Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, unknown_mtp_target),
     Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, missing_mtp_tensors),

@@ -70,6 +70,9 @@ DAMAGE: dict[str, Damage] = {
     "ids for offsets": ("dflash", "vllm", "map", lambda c, t: t.update(d2t=t["d2t"] + torch.arange(60))),
     "offsets as floats": ("dflash", "vllm", "map-dtype", lambda c, t: t.update(d2t=t["d2t"].float())),
     "another corrector": ("dspark", "vllm", "corrector", lambda c, t: c.update(markov_head_type="rnn")),
+    "a nested corrector": (
+        "dspark", "vllm", "corrector-size", lambda c, t: _nested(c, "markov_rank", c.pop("markov_rank"))
+    ),
     "gelu": ("dflash", "llamacpp", "activation", lambda c, t: c.update(hidden_act="gelu")),
     "YaRN": ("dspark", "llamacpp", "rope-type", lambda c, t: c["rope_parameters"].update(rope_type="yarn", factor=2.0)),
     "a window": ("dflash", "llamacpp", "window", lambda c, t: c.update(sliding_window=64)),

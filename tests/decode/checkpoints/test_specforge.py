@@ -1,4 +1,4 @@
-"""Domino as SpecForge saves it drafts by the logits of SpecForge's own forward, which is not needed here:
+"""Domino and DSpark as SpecForge saves them draft by the logits of SpecForge's own forward, which is not needed here:
 tests/golden/specforge/maker.py made the numbers."""
 
 import json
@@ -50,12 +50,28 @@ def test_logits_are_those_of_its_own_forward(kind: str, tmp_path: Path) -> None:
     """Catches a slot, a token of the prefix or an uncorrected place that is off by one, and gates of the GRU in another
     order."""
     draft = read(tmp_path, kind)
-    assert draft.name == draft_family(str(tmp_path)) == "domino"
+    family = "dspark" if kind.startswith("dspark") else "domino"
+    assert draft.name == draft_family(str(tmp_path)) == family
     assert draft.net.max_tokens == len(MADE[kind]["logits"][0])
     assert difference(kind, draft) < FAR
 
 
-@pytest.mark.parametrize("kind", MADE)
+def test_confidence_is_there_or_not(tmp_path: Path) -> None:
+    """Catches a draft without this head that is refused or gets one at random, and a head of other inputs."""
+    for kind in ("dspark", "dspark, no confidence"):
+        (tmp_path / kind).mkdir()
+        net = read(tmp_path / kind, kind).net
+        assert (net.confidence_head is not None) == (kind == "dspark")
+        out = tmp_path / f"{kind} flat"
+        export_draft(str(tmp_path / kind), "flat", out, "", 4, "float32")
+        assert difference(kind, quietly(str(out), own_target())) < FAR
+    with pytest.raises(UserError, match="confidence_head_with_markov false"):
+        read(tmp_path, "dspark", nested={"confidence_head_with_markov": False})
+    with pytest.raises(UserError, match="type 'gated'"):
+        read(tmp_path, "dspark", nested={"markov_head_type": "gated"})
+
+
+@pytest.mark.parametrize("kind", own_maker.KINDS)
 def test_greedy_tokens_are_those_of_its_own_drafting(kind: str, tmp_path: Path) -> None:
     """Of a block that predicts from its anchor's slot it leaves the last out."""
     draft, wanted = read(tmp_path, kind), torch.tensor(MADE[kind]["greedy"])

@@ -1,10 +1,11 @@
-"""Logits of SpecForge's own Domino, on a tiny untrained folder.
+"""Logits of SpecForge's own Domino and DSpark, on tiny untrained folders.
 
     git clone https://github.com/sgl-project/SpecForge S          # a6b6b023 made the numbers
     PYTHONPATH=.:S python tests/golden/specforge/maker.py
 
 Writes logits.json: of each kind the config.json, the shapes of its tensors, log-probabilities [anchors, levels, V] by its
-training pass on an eager CPU, and the tokens [anchors, block - 1] that its own drafting takes. Tokens, the target's
+training pass on an eager CPU, and of Domino the tokens [anchors, block - 1] that its own drafting takes (of DSpark that
+takes slots which the training pass gives to other tokens). Tokens, the target's
 states and weights are those of tests/golden/speculators/maker.py. tests/decode/checkpoints/test_specforge.py reads it.
 """
 
@@ -30,20 +31,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "from the first": {"pure_draft_prefix_len": 0},
     "window": {"shift_label": False, "pure_draft_prefix_len": 2},
 }
-"""What of `dflash_config` each has otherwise."""
+"""What of `dflash_config` each Domino has otherwise."""
+HEADS = {
+    "projector_type": "dspark", "attention_mode": "gqa", "markov_rank": 6, "markov_head_type": "vanilla",
+    "confidence_head_alpha": 1.0, "enable_confidence_head": True, "confidence_head_with_markov": True,
+}  # fmt: skip
+DSPARKS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dspark, no confidence": {"confidence_head_alpha": 0.0, "enable_confidence_head": False},
+    "dspark, window": {},
+}
+"""What of `dflash_config` each DSpark has otherwise."""
 SLIDING = ("sliding_attention", "full_attention")
 
 
 def settings(kind: str) -> dict[str, Any]:
     """config.json as SpecForge saves it."""
-    nested = {"mask_token_id": 1, "target_layer_ids": [i - 1 for i in maker.TAPS], **CORRECTION}
-    sliding = kind == "window"
+    nested = {"mask_token_id": 1, "target_layer_ids": [i - 1 for i in maker.TAPS]}
+    nested |= HEADS | DSPARKS[kind] if kind in DSPARKS else CORRECTION | KINDS[kind]
+    if not nested.get("enable_confidence_head", True):
+        nested["confidence_head_with_markov"] = False
+    sliding = kind.endswith("window")
     config = transformers.Qwen3Config(
         vocab_size=maker.VOCAB, hidden_size=maker.WIDTH, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
         use_sliding_window=sliding, sliding_window=maker.WINDOW if sliding else None,
-        layer_types=list(SLIDING) if sliding else None, architectures=["DominoDraftModel"],
-        block_size=maker.BLOCK, num_target_layers=8, dflash_config=nested | KINDS[kind],
+        layer_types=list(SLIDING) if sliding else None,
+        architectures=["DSparkDraftModel" if kind in DSPARKS else "DominoDraftModel"],
+        block_size=maker.BLOCK, num_target_layers=8, dflash_config=nested,
     )  # fmt: skip
     return dict(config.to_dict())
 
@@ -79,14 +94,46 @@ def made_by_it(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     blocks = torch.ones(len(states), maker.BLOCK, dtype=torch.long)
     blocks[:, 0] = ids[0, anchors[0]]
     greedy = model._sample_draft_tokens(target, states, blocks)
-    logits = [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
-    return {"config": config, "shapes": shapes, "logits": logits, "greedy": greedy.tolist()}
+    return {"config": config, "shapes": shapes, "logits": rounded(rows), "greedy": greedy.tolist()}
+
+
+def rounded(rows: torch.Tensor) -> list[list[list[float]]]:
+    return [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
+
+
+def dspark_made_by_it(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    from specforge.algorithms.common.dflash_family_model import OnlineDSparkModel
+    from specforge.modeling.draft.dspark import DSparkDraftModel
+
+    model = DSparkDraftModel(transformers.Qwen3Config(**config, attn_implementation="eager"))
+    model = model.eval()
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    model.load_state_dict(maker.weights(kind, shapes))
+    embed = torch.nn.Embedding.from_pretrained(maker.embedding())
+    head = torch.nn.Linear(maker.WIDTH, maker.VOCAB, bias=False)
+    head.weight.copy_(maker.head())
+    training = OnlineDSparkModel(model, head, embed, 1, maker.BLOCK, "eager")
+    ids, anchors = torch.tensor(maker.text())[None], torch.tensor(maker.ANCHORS)[None]
+    drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
+    with (
+        mock.patch.object(training, "_sample_anchor_positions", return_value=drawn),
+        maker.kept(DSparkDraftModel, "apply_logits_head") as calls,
+    ):
+        length = maker.LENGTH
+        last = torch.zeros(1, length, maker.WIDTH)  # of the target, for the loss alone
+        training(ids, maker.features()[None], torch.ones(1, length), last)
+    return {
+        "config": config,
+        "shapes": shapes,
+        "logits": rounded(calls[0][2][0].log_softmax(-1)),
+    }
 
 
 @torch.no_grad()
 def main() -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     kinds = {kind: made_by_it(kind, settings(kind)) for kind in KINDS}
+    kinds |= {kind: dspark_made_by_it(kind, settings(kind)) for kind in DSPARKS}
     (HERE / "logits.json").write_text(json.dumps({"versions": versions, "kinds": kinds}) + "\n")
 
 
