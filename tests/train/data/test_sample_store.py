@@ -220,4 +220,4 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
     found = [list(map(int, line.split())) for line in done.stdout.splitlines()]
     assert [two for *two, _ in found] == [[count, 50 * 16 * 256] for count in counts]
     small, large = (peak for *_, peak in found)
-    assert large < small + 30, found  # MB; the tokens alone are 80 MB more
+    assert large < small + 45, found  # MB; the tokens alone are 80 MB more
