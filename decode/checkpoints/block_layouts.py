@@ -1,7 +1,8 @@
 """DFlash and its kin: config.json and tensors as saved here, as engines require them and as others save them.
 
 DFlash 2, XPress and Domino are read alone: the first two as the speculators library writes them, DFlash 2 also flat, as
-its authors do, and Domino as SpecForge writes it. SpecForge has the settings of DSpark in `dflash_config`.
+its authors do, and Domino as SpecForge and Model-Optimizer write it. These two have the settings of DSpark in
+`dflash_config`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ HEADS = (
     *("markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 )
-"""Settings of DSpark that SpecForge writes in `dflash_config`."""
+"""Settings of DSpark that SpecForge and Model-Optimizer write in `dflash_config`."""
 CORRECTED = {"emb_dim": 1, "gru_hidden_dim": 1, "pure_draft_prefix_len": 0}
 """Sizes of Domino's correction in `dflash_config`, with the least that each may be."""
 NESTED_OF_DOMINO = (
@@ -157,6 +158,10 @@ def _read(
             raise UserError(
                 "DSpark with confidence_head_with_markov false: a confidence of the state alone is not read"
             )
+    if nested.get("use_swa"):  # Model-Optimizer's layers all slide, whatever layer_types says
+        flat["layer_types"] = ["sliding_attention"] * flat["num_hidden_layers"]
+        flat["sliding_window"] = nested.get("swa_window_size") or flat.get("sliding_window")
+        flat["sliding_window_non_causal"] = True
     kinds = set(flat.get("layer_types") or ()) - {"full_attention"}
     if kinds - {"sliding_attention"} or (kinds and not flat.get("sliding_window")):
         raise UserError(
@@ -244,7 +249,15 @@ DFLASH = Layout(
     default_layers=0,
 )
 DSPARK = replace(
-    DFLASH, family="dspark", known_by=r"markov_head\.markov_w1\.weight", shapes=_dspark_shapes
+    DFLASH,
+    family="dspark",
+    known_by=r"(markov_head\.)?markov_w1\.weight",
+    shapes=_dspark_shapes,
+    foreign=(
+        *PREFIX,
+        (r"^markov_w", "markov_head.markov_w"),  # these two are Model-Optimizer's
+        (r"^confidence_proj\.", "confidence_head.proj."),
+    ),
 )
 DFLASH2 = replace(
     DFLASH,
