@@ -1,4 +1,4 @@
-"""Logits of Model-Optimizer's own DFlash, DSpark and Domino, on tiny untrained folders as it exports them.
+"""Logits of Model-Optimizer's own EAGLE-3, DFlash, DSpark and Domino, on tiny untrained folders as it exports them.
 
     pip install torch transformers nvidia-modelopt==0.47.0
     PYTHONPATH=. python tests/golden/modelopt/maker.py
@@ -33,15 +33,23 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "domino": (DOMINO, {}),
 }
 """What its architecture and its mode are given, beside the sizes."""
+EAGLES = {"eagle3": 1, "eagle3, two layers": 2, "eagle3, scaled": 1}
+"""Layers of each EAGLE-3."""
+
+
+def weights(kind: str, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Of EAGLE-3 the first layer's norm of embeddings is 1: in training it scales the states as well, which no engine
+    does. "scaled" has another one."""
+    found = maker.weights(kind, shapes)
+    if kind.startswith("eagle3") and not kind.endswith("scaled"):
+        found["layers.0.input_layernorm.weight"] = torch.ones(maker.WIDTH)
+    return found
 
 
 # ---- what follows needs the library ----
 
 
-def converted(architecture: dict[str, Any], mode: dict[str, Any]) -> Any:
-    """A tiny target with a draft of this kind."""
-    import modelopt.torch.speculative as mtsp
-    from modelopt.torch.speculative.config import DFlashConfig
+def tiny_target() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -49,7 +57,67 @@ def converted(architecture: dict[str, Any], mode: dict[str, Any]) -> Any:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
         bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip
-    target = Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)
+
+
+def eagle_made_by_it(kind: str) -> dict[str, Any]:
+    """Two draft steps of training: the second reads the first one's states, a slot later, by its mask."""
+    import modelopt.torch.speculative as mtsp
+    from modelopt.torch.speculative.config import EagleConfig
+    from modelopt.torch.speculative.eagle.default_config import default_eagle_config
+    from modelopt.torch.speculative.plugins.hf_eagle import EagleBaseModelOutput
+    from transformers import DynamicCache
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    architecture = default_eagle_config | {
+        "num_hidden_layers": EAGLES[kind], "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "intermediate_size": 24, "use_aux_hidden_state": True, "use_last_layernorm": True,
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in maker.TAPS], "has_lm_head": True,
+        "_attn_implementation": "eager",
+    }  # fmt: skip
+    settings = EagleConfig(
+        eagle_architecture_config=architecture,
+        eagle_use_torch_compile=False,
+        eagle_ttt_steps=2,
+        eagle_export_rope_scaling={},  # its default exports YaRN, with which it does not train
+    )
+    model = mtsp.convert(tiny_target(), mode=[("eagle", settings)]).eval()
+    model.model.embed_tokens.weight.copy_(maker.embedding())
+    exporter, draft = model.get_exporter(), model.eagle_module
+    tensors = exporter._extract_state_dict(model.state_dict())
+    shapes = {name: list(value.shape) for name, value in tensors.items()}
+    draft.load_state_dict(weights(kind, shapes))
+    draft.rotary_emb = LlamaRotaryEmbedding(config=draft.config)
+    ids, length = torch.tensor(maker.text())[None], maker.LENGTH
+    states = maker.features()[None]
+    logits = torch.zeros(1, length, maker.VOCAB)  # of the target, for the loss alone
+    base = EagleBaseModelOutput(out_hiddens=states, aux_hiddens=states, logits=logits)
+    embeds, hidden, mask, position, *_ = model._prepare_eagle_inputs(ids, None, None, None, base)
+    levels, cache = [], DynamicCache(config=draft.config)
+    for step in range(2):
+        if step:
+            mask = model._get_ttt_attention_mask(1, length, step)
+        _, out, found, cache = model._eagle_forward(hidden, embeds, mask, position, cache)
+        levels.append(found[0].log_softmax(-1))
+        hidden = out.roll(1, 1)
+    # Slot t reads state t and token t + 1. The second step's prediction behind a token more stands a slot later.
+    rows = torch.stack(
+        [torch.stack([level[a - 1 + n] for n, level in enumerate(levels)]) for a in maker.ANCHORS]
+    )
+    config = json.loads(json.dumps(exporter._export_config()))
+    return {"config": config, "shapes": shapes, "logits": rounded(rows)}
+
+
+def rounded(rows: torch.Tensor) -> list[list[list[float]]]:
+    return [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
+
+
+def converted(architecture: dict[str, Any], mode: dict[str, Any]) -> Any:
+    """A tiny target with a draft of blocks of this kind."""
+    import modelopt.torch.speculative as mtsp
+    from modelopt.torch.speculative.config import DFlashConfig
+
+    target = tiny_target()
     architecture = architecture | {
         "num_hidden_layers": DEPTH, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
         "intermediate_size": 24, "target_layer_ids": [i - 1 for i in maker.TAPS],
@@ -74,7 +142,7 @@ def made_by_it(kind: str) -> dict[str, Any]:
     tensors = exporter._extract_state_dict(model.state_dict())
     shapes = {name: list(value.shape) for name, value in tensors.items()}
     draft = model.dflash_module
-    draft.load_state_dict(maker.weights(kind, shapes))
+    draft.load_state_dict(weights(kind, shapes))
     # What it does before its first pass, without the argument `device` that transformers 5.24 has no more.
     draft.rotary_emb = Qwen3RotaryEmbedding(config=draft._rotary_config)
     ids, anchors = torch.tensor(maker.text())[None], torch.tensor(maker.ANCHORS)[None]
@@ -98,12 +166,8 @@ def made_by_it(kind: str) -> dict[str, Any]:
         rows = found.view(count, maker.BLOCK, -1)
     else:
         rows = base[0, :, 1:]  # the slot of the anchor predicts nothing
-    logits = [
-        [[round(x, 6) for x in level] for level in levels]
-        for levels in rows.log_softmax(-1).tolist()
-    ]
     config = json.loads(json.dumps(exporter._export_config()))
-    return {"config": config, "shapes": shapes, "logits": logits}
+    return {"config": config, "shapes": shapes, "logits": rounded(rows.log_softmax(-1))}
 
 
 @torch.no_grad()
@@ -111,6 +175,7 @@ def main() -> None:
     packages = ("torch", "transformers", "nvidia-modelopt")
     versions = {name: importlib.metadata.version(name) for name in packages}
     kinds = {kind: made_by_it(kind) for kind in KINDS}
+    kinds |= {kind: eagle_made_by_it(kind) for kind in EAGLES}
     (HERE / "logits.json").write_text(json.dumps({"versions": versions, "kinds": kinds}) + "\n")
 
 
