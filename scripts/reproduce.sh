@@ -4,6 +4,7 @@
 # Every family that leaves the target as it is is trained for 300 steps on the same answers and measured too.
 # These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: hours.
 # Run again, it continues where it stopped. GSM8K=FILE reads the questions from a .jsonl file.
+# With the argument tuned: SmolLM2 is tuned on GSM8K, and the shipped head measured before, after, and distilled (an hour).
 # With the argument qwen2.5-coder: that pair in four bits, its fidelity, and the README's table beside llama.cpp (LLAMA_SERVER: its server).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,6 +18,17 @@ if [ "${1:-smollm2}" = qwen2.5-coder ]; then
   python eval/fidelity.py --target outputs/models/Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf --dtypes '[w4a8, w8a8, bfloat16]' \
     --samples assets/qwen2.5-coder-answers --limit 116 --out $out/fidelity.json
   python eval/run.py --config configs/qwen2.5-coder/eval.yaml
+  exit
+fi
+if [ "${1:-smollm2}" = tuned ]; then
+  out=outputs/tuned
+  target=$(bash scripts/get_models.sh smollm2)
+  python scripts/lab/tune_target.py --target "$target" --rows "${GSM8K:-openai/gsm8k}" --out $out --count 640 --lr 5e-4 --dtype float32
+  $launch train/sample.py --config configs/smollm2/tuned_sample.yaml
+  $launch train/distill.py --config configs/smollm2/tuned_eagle3.yaml
+  python eval/run.py --config configs/smollm2/tuned_eval.yaml --target "$target" --acceptance.pairs '[[shipped, ngram]]' \
+    --methods '[{name: ngram}, {name: suffix}, {name: shipped, draft: assets/eagle3-smollm2}]' --out $out/before
+  python eval/run.py --config configs/smollm2/tuned_eval.yaml
   exit
 fi
 out=outputs/smollm2
