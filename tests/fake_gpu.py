@@ -8,6 +8,7 @@ import gc
 import sys
 import traceback
 import types
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,8 @@ def move_to_fake_gpu(mode: FakeTensorMode, objects: Any) -> list[tuple[Any, Any]
         if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor):
             with mode:
                 fake = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=GPU)
+            if weakref.getweakrefs(one):  # of an earlier test in this process, in a cycle
+                gc.collect()
             torch.utils.swap_tensors(one, fake)
             moved.append((one, fake))
         elif isinstance(one, dict):
