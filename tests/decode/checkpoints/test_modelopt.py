@@ -1,5 +1,5 @@
-"""EAGLE-3, DFlash, DSpark and Domino as Model-Optimizer exports them draft by the logits of its own training pass, which is
-not needed here: tests/golden/modelopt/maker.py made the numbers."""
+"""EAGLE-3, DFlash, DSpark and Domino as Model-Optimizer exports them draft by the logits of its own training pass. That
+is not needed here: tests/golden/modelopt/maker.py made the numbers."""
 
 import json
 from pathlib import Path
