@@ -45,6 +45,7 @@ OTHER_WORDS = {
     "dflash2": "a DFlash 2 head that another trainer wrote; not trained here",
     "xpress": "an XPress head that another trainer wrote; not trained here",
     "domino": "a Domino head that another trainer wrote; not trained here",
+    "dflare": "a DFlare head that another trainer wrote; not trained here",
     "ngram": "copies what followed the last tokens earlier in the text; not trained",
     "suffix": "the same, by how often a continuation was seen (SuffixDecoding); not trained",
     "grammar": "the tokens that a grammar forces; not trained",

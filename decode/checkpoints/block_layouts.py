@@ -1,8 +1,8 @@
 """DFlash and its kin: config.json and tensors as saved here, as engines require them and as others save them.
 
-DFlash 2, XPress and Domino are read alone: the first two as the speculators library writes them, DFlash 2 also flat, as
-its authors do, and Domino as SpecForge and Model-Optimizer write it. These two have the settings of DSpark in
-`dflash_config`.
+DFlash 2, XPress, Domino and DFlare (AngelSlim's) are read alone: the first two as the speculators library writes them,
+DFlash 2 also flat, as its authors do, and Domino as SpecForge and Model-Optimizer write it. These two have the settings
+of DSpark in `dflash_config`.
 """
 
 from collections.abc import Sequence
@@ -173,12 +173,13 @@ def _read(
             f"DSpark with a corrector of type {flat['markov_head_type']!r}: only vanilla is supported"
         )
     kind = layer_kind({**flat, "architectures": config.get("architectures")})
-    if kind not in ("qwen3", "llama", "dflash", "dspark", ""):
+    if kind not in ("qwen3", "qwen", "llama", "dflash", "dspark", ""):  # "qwen" is AngelSlim's name
         raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
     if "mask_token_id" not in nested:
         nested["mask_token_id"] = flat["mask_token_id"]
     if "dflash2" in families:
         _check_dflash2(flat)
+    flat["layer_fusion"] = "dflare" in families
     anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
     if anchor is None:  # flat files of DSpark mean true, and those of speculators false
         anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
@@ -271,6 +272,12 @@ XPRESS = replace(
     family="xpress",
     known_by=r"refiner_head\.token_embed\.weight",
     read=partial(_read, families=("xpress",)),
+)
+DFLARE = replace(
+    DFLASH2,
+    family="dflare",
+    known_by="layer_fusion_weights",
+    read=partial(_read, families=("dflare",)),
 )
 DOMINO = replace(
     DFLASH2,

@@ -30,7 +30,7 @@ MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 Q_NORM = "self_attn.q_norm.weight"
 """The tensor by which Qwen3's layers are known."""
 NO_LAYER_NAMES = re.compile(
-    r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash-?2?|dspark|xpress|domino|speculator|draft|model|mtp",
+    r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash-?2?|dspark|xpress|domino|dflare|speculator|draft|model|mtp",
     re.IGNORECASE,
 )
 """What names in `architectures` hold besides the kind of a layer."""

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
-from decode.checkpoints.block_layouts import DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
+from decode.checkpoints.block_layouts import DFLARE, DFLASH, DFLASH2, DOMINO, DSPARK, XPRESS
 from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.eagle_layouts import EAGLE1, EAGLE3, PEAGLE
@@ -33,7 +33,8 @@ from decode.model.names import check_name, load_error
 LAYOUTS: dict[str, Layout] = {
     layout.family: layout
     for layout in (
-        *(MTP, PEAGLE, EXIT, DSPARK, DFLASH2, XPRESS, DOMINO, DFLASH, EAGLE3, MEDUSA, EAGLE1),
+        *(MTP, PEAGLE, EXIT, DSPARK, DFLASH2, XPRESS, DOMINO, DFLARE, DFLASH),
+        *(EAGLE3, MEDUSA, EAGLE1),
     )
 }
 """By family; of those that know a tensor of a file, the first is the file's."""
@@ -243,7 +244,9 @@ def _with_read_layers(layout: Layout, config: HeadConfig, tensors: Tensors) -> D
     if layout.default_layers is None:
         return DraftCheckpoint(layout.family, config, tensors)
     ids = list(config.get(layouts.AUX_LAYERS) or ())
-    columns, width = tensors["fc.weight"].shape[1], config["target_hidden_size"]
+    width = config["target_hidden_size"]
+    fused = tensors.get("layer_fusion_weights")  # of DFlare
+    columns = tensors["fc.weight"].shape[1] if fused is None else fused.shape[1] * width
     states, rest = divmod(columns, width)
     if ids and rest == 0 and len(ids) == states + 1 and ids[-1] == max(ids):
         surplus = ids.pop()

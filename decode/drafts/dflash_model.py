@@ -1,10 +1,10 @@
 """The network of DFlash and its kin: a few layers over a block of mask tokens, with the target's states as context.
 
 DFlash and DFlash 2: z-lab's block diffusion drafts; DSpark: arXiv 2607.05147; XPress: arXiv 2608.02438; Domino: arXiv
-2605.29707. Parameters have the names of serving engines. The hidden states of the text enter as keys and values alone:
-of each layer, at their own positions, from one fused state. The block is [anchor, MASK, MASK, …]; its slots see each
-other and all states before the anchor. Layers with a window see that many states, and in the block what is before them,
-unless `sliding_window_non_causal`.
+2605.29707; DFlare: AngelSlim. Parameters have the names of serving engines. The hidden states of the text enter as keys
+and values alone: of each layer, at their own positions, from one fused state (of DFlare one for each layer). The block
+is [anchor, MASK, MASK, …]; its slots see each other and all states before the anchor. Layers with a window see that
+many states, and in the block what is before them, unless `sliding_window_non_causal`.
 
 A slot's own logits know no token of the block. DSpark, DFlash 2, XPress and Domino correct them by tokens before the
 one that they predict: by the last, by the last among few candidates, and the other two by all of the block.
@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from decode.drafts.eagle_model import AttendFn, DecoderLayer, head_context, layer_windows
+from decode.drafts.eagle_model import (
+    AttendFn,
+    DecoderLayer,
+    HeadAttention,
+    head_context,
+    layer_windows,
+)
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masks import run_now
 from decode.model.modules import CosSin, Fp32RotaryEmbedding, RMSNorm
@@ -203,6 +209,28 @@ class ConvolvedLayer(DecoderLayer):
         return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
+class TwoSourceAttention(HeadAttention):
+    """DFlare's attention: the target's states get keys and values by projections of their own."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, config.hidden_size, True)
+        outputs = self.k_proj.out_features
+        self.k_proj_target = nn.Linear(config.hidden_size, outputs, bias=False)
+        self.v_proj_target = nn.Linear(config.hidden_size, outputs, bias=False)
+
+    def context_keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
+        """k, v [B, kv heads, T, D] of the target's fused states x [B, T, h]."""
+        return self.split_keys_values(self.k_proj_target(x), self.v_proj_target(x), rotary)
+
+
+class FlaredLayer(DecoderLayer):
+    """DFlare's layer: Qwen3's with that attention."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, True)
+        self.self_attn = TwoSourceAttention(config)
+
+
 class ConfidenceHead(nn.Module):
     """DSpark's estimate of the probability that a drafted token is accepted, before it is drawn."""
 
@@ -220,7 +248,7 @@ class DFlashModel(nn.Module):
 
     With `markov_rank` in its config it is DSpark: logits depend on the token before, and the anchor's slot predicts
     too, unless `sample_from_anchor` says otherwise. With `selector_rank` it is DFlash 2, with `xpress_rank` XPress,
-    with `gru_hidden_dim` Domino.
+    with `gru_hidden_dim` Domino, with `layer_fusion` DFlare, whose layers each weigh the tapped states.
     """
 
     def __init__(
@@ -242,13 +270,21 @@ class DFlashModel(nn.Module):
         rank: int = fields.get("markov_rank") or 0
         self.first = 0 if fields.get("sample_from_anchor", rank > 0) else 1
         """The first slot of a block that predicts a token."""
-        self.fc = nn.Linear(len(aux_layers.layers) * config.target_hidden_size, width, bias=False)
+        depth, tapped = config.num_hidden_layers, len(aux_layers.layers)
+        flared = bool(fields.get("layer_fusion"))
+        self.layer_fusion_weights = nn.Parameter(torch.empty(depth, tapped)) if flared else None
+        if not flared:
+            self.fc = nn.Linear(tapped * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         taps, group = fields.get("conv_kernel_size"), fields.get("conv_group_size")
-        self.layers = nn.ModuleList(
-            ConvolvedLayer(config, taps, group) if taps and group else DecoderLayer(config, True)
-            for _ in range(config.num_hidden_layers)
-        )
+
+        def layer() -> DecoderLayer:
+            if flared:
+                return FlaredLayer(config)
+            convolved = taps and group
+            return ConvolvedLayer(config, taps, group) if convolved else DecoderLayer(config, True)
+
+        self.layers = nn.ModuleList(layer() for _ in range(depth))
         self.windows = layer_windows(config, len(self.layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = None if ids is None else nn.Linear(width, len(ids), bias=False)
@@ -287,9 +323,20 @@ class DFlashModel(nn.Module):
 
     def context(self, features: Tensor, position: Tensor) -> list[tuple[Tensor, Tensor]]:
         """k, v [B, kv heads, T, D] of each layer for tapped states [B, T, F] at `position` [B, T]."""
-        state = self.hidden_norm(self.fc(features))
-        rotary = self.rotary(state, position)
-        return [layer.self_attn.keys_values(state, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
+        states = self.fused_states(features)
+        rotary = self.rotary(states[0], position)
+        return [
+            layer.self_attn.context_keys_values(state, rotary)  # type: ignore[union-attr, operator]
+            for layer, state in zip(self.layers, states, strict=True)
+        ]
+
+    def fused_states(self, features: Tensor) -> list[Tensor]:
+        """[B, T, h] of tapped states [B, T, F], as each layer reads it."""
+        if self.layer_fusion_weights is None:
+            return [self.hidden_norm(self.fc(features))] * len(self.layers)
+        shares = self.layer_fusion_weights.softmax(-1)  # [layers, taps]
+        tapped = features.unflatten(-1, (shares.shape[1], -1))
+        return [self.hidden_norm(torch.einsum("bsth,t->bsh", tapped, x)) for x in shares]
 
     def block_tokens(self, anchor: Tensor, size: int) -> Tensor:
         """[..., size]: the anchor [...] and masks."""

@@ -51,8 +51,16 @@ class HeadAttention(nn.Module):
 
     def keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
-        k = self.k_norm(self._split_heads(self.k_proj(x))).transpose(1, 2)
-        return apply_rotary(k, rotary), self._split_heads(self.v_proj(x)).transpose(1, 2)
+        return self.split_keys_values(self.k_proj(x), self.v_proj(x), rotary)
+
+    def context_keys_values(self, x: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
+        """Those of states of a target."""
+        return self.keys_values(x, rotary)
+
+    def split_keys_values(self, k: Tensor, v: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
+        """k, v [B, kv heads, T, D] of projected ones [B, T, kv heads · D]."""
+        keys = self.k_norm(self._split_heads(k)).transpose(1, 2)
+        return apply_rotary(keys, rotary), self._split_heads(v).transpose(1, 2)
 
     def forward(self, x: Tensor, rotary: CosSin, attend: AttendFn) -> Tensor:
         q = self.q_norm(self._split_heads(self.q_proj(x))).transpose(1, 2)

@@ -67,6 +67,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily("dspark", load=blocks.load_dflash),
         DraftFamily("xpress", load=blocks.load_dflash),
         DraftFamily("domino", load=blocks.load_dflash),
+        DraftFamily("dflare", load=blocks.load_dflash),
         DraftFamily("mtp", load=mtp.load),
         DraftFamily(
             "ngram",

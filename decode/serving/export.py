@@ -199,7 +199,7 @@ def export_draft(
         raise UserError(f"draft {draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = given or (facts.target or TargetRecord()).name
-    if family in ("dflash2", "xpress", "domino"):
+    if family in ("dflash2", "xpress", "domino", "dflare"):
         raise UserError(
             f"drafts of family {family} are read and not written here: serve the folder as its trainer wrote it"
         )

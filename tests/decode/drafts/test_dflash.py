@@ -35,6 +35,7 @@ KIN: dict[str, dict[str, Any]] = {
     "dflash2": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 2},
     "xpress": {"xpress_rank": RANK, "xpress_mlp_ratio": 2, "num_jacobi_passes": 2},
     "domino": {"gru_hidden_dim": 5, "emb_dim": RANK, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
+    "dflare": {"layer_fusion": True},
 }  # fmt: skip
 """What config.json of families that are not trained here holds besides."""
 Taps = tuple[int, ...]
@@ -112,18 +113,29 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
                 out[slot] += (base[tap] + added[slot, side, tap, group]) * x[slot - tap]
         return out
 
-    context = rms(features @ own["fc.weight"].T, "hidden_norm")
-    count = len(context)
+    def context_of(layer: int) -> Tensor:
+        if "layer_fusion_weights" not in own:
+            return rms(features @ own["fc.weight"].T, "hidden_norm")
+        shares = own["layer_fusion_weights"][layer].softmax(-1)
+        tapped = features.view(len(features), len(shares), -1)
+        return rms((tapped * shares[:, None]).sum(1), "hidden_norm")
+
+    count = len(features)
     places = torch.arange(count + len(tokens))
     x = embedding[tokens]
     for i in range(len(net.layers)):
         at = f"layers.{i}.self_attn"
         first = rms(x, f"layers.{i}.input_layernorm")
         normed = convolved(first, first, f"layers.{i}.attention_conv", 0)
-        both = torch.cat([context, normed])
+
+        def projected(name: str, at: str = at, i: int = i, normed: Tensor = normed) -> Tensor:
+            weight = own[f"{at}.{name}.weight"]
+            of_context = own.get(f"{at}.{name}_target.weight", weight)
+            both = torch.cat([context_of(i) @ of_context.T, normed @ weight.T])
+            return both.unflatten(-1, (-1, size))
+
         q = (normed @ own[f"{at}.q_proj.weight"].T).unflatten(-1, (-1, size))
-        k = (both @ own[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, size))
-        v = (both @ own[f"{at}.v_proj.weight"].T).unflatten(-1, (-1, size))
+        k, v = projected("k_proj"), projected("v_proj")
         q, k = turn(rms(q, f"{at}.q_norm"), places[count:]), turn(rms(k, f"{at}.k_norm"), places)
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

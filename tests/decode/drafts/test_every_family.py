@@ -56,6 +56,7 @@ dflash, dspark = partial(test_dflash.draft_of, "dflash"), partial(test_dflash.dr
 dflash2 = partial(test_dflash.draft_of, "dflash2", ids=None)
 xpress = partial(test_dflash.draft_of, "xpress")
 domino = partial(test_dflash.draft_of, "domino", ids=None)
+dflare = partial(test_dflash.draft_of, "dflare", ids=None)
 WHOLE: dict[str, Any] = {"ids": None, "taps": (0, 1)}
 FAMILIES = {
     "pard": Family(
@@ -72,9 +73,10 @@ FAMILIES = {
     "domino": Family(
         domino, test_dflash.drift, 2, partial(domino, **WHOLE, pure_draft_prefix_len=0)
     ),
+    "dflare": Family(dflare, test_dflash.drift, 2, partial(dflare, **WHOLE)),
     "mtp": Family(test_mtp.draft_of, test_mtp.drift, 2, test_mtp.draft_of),
 }  # fmt: skip
-BLOCKS = ["pard", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino"]
+BLOCKS = ["pard", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino", "dflare"]
 
 
 @pytest.mark.parametrize(

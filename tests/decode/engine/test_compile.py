@@ -53,6 +53,7 @@ def make(name: str, target: Target) -> Draft | None:
         "dflash2": test_dflash.draft_of("dflash2", target, ids=None),
         "xpress": test_dflash.draft_of("xpress", target, DynamicTree(2, 5), ids=None),
         "domino": test_dflash.draft_of("domino", target, DynamicTree(2, 5), ids=None),
+        "dflare": test_dflash.draft_of("dflare", target, ids=None),
         "mtp": test_mtp.draft_of(target),
         "layerskip": test_exit_adapter.draft_of(target, ids=test_exit_adapter.IDS.clone()),
     }[name]
@@ -82,7 +83,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 FAMILIES = ["plain", "ngram", "causal", "padded", "reduced", "static", "dynamic", "early-exit"]
 FAMILIES += ["medusa", "eagle3", "pard", "peagle", "dflash", "dspark", "mtp", "layerskip"]
-FAMILIES += ["dflash2", "xpress", "domino"]
+FAMILIES += ["dflash2", "xpress", "domino", "dflare"]
 HOW = ["greedy", "sampled"]
 COMPILED = [name for name in FAMILIES if name not in ("padded", "static", "early-exit", "dflash")]
 """Without those whose code another one has as well: reduced, dynamic, layerskip, dspark."""
