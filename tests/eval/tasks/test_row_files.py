@@ -238,7 +238,7 @@ def test_the_form_is_said_once(tmp_path: Path) -> None:
 
 
 BAD: list[tuple[str, bytes, str]] = [
-    ("a.csv", b"prompt\n", r"a.csv: must end in .jsonl, .json, .parquet, .txt, or .* .zst, or be a"),
+    ("a.csv", b"prompt\n", r"a.csv: must end in .jsonl, .json, .parquet, .txt, or, but for .parquet, .* .zst, or be a"),
     ("a.jsonl.bz2", b"x", "a.jsonl.bz2: must end in"),
     ("a.jsonl.zst", b"no zstd", "a.jsonl.zst cannot be read"),
     ("a.jsonl.zst", zst(lines(ROWS * 99))[:-40], "a.jsonl.zst cannot be read .Truncated"),
