@@ -20,7 +20,7 @@ SELECTED = (
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 """Settings of DFlash 2 that its authors may write in `dflash_config`; the last three are refused."""
-HEADS = (
+MARKOV_HEAD = (
     *("markov_rank", "markov_head_type"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 )
@@ -150,7 +150,7 @@ def _read(
         raise UserError(
             "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
         )
-    flat |= {key: nested[key] for key in (*SELECTED, *HEADS) if key in nested}
+    flat |= {key: nested[key] for key in (*SELECTED, *MARKOV_HEAD) if key in nested}
     if flat.get("markov_rank"):
         flat.setdefault("enable_confidence_head", "confidence_head.proj.weight" in tensors)
         alone = flat.get("confidence_head_with_markov") is False
@@ -179,7 +179,8 @@ def _read(
         nested["mask_token_id"] = flat["mask_token_id"]
     if "dflash2" in families:
         _check_dflash2(flat)
-    flat["layer_fusion"] = "dflare" in families
+    if "dflare" in families:
+        flat["layer_fusion"] = True
     anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
     if anchor is None:  # flat files of DSpark mean true, and those of speculators false
         anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
