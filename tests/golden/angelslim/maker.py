@@ -5,7 +5,7 @@
 
 Writes logits.json: of each kind the config.json, the shapes of its tensors, and log-probabilities [anchors, levels, V] by
 its forward on an eager CPU, a block behind each anchor, as its own drafting runs it. Tokens, the target's states and
-weights are those of tests/golden/speculators/maker.py. tests/decode/checkpoints/test_modelopt.py reads it.
+weights are those of tests/golden/speculators/maker.py. tests/decode/checkpoints/test_angelslim.py reads it.
 """
 
 import importlib.util
@@ -77,10 +77,7 @@ def made_by_it(root: Path, kind: str) -> dict[str, Any]:
             target_hidden=states[None, :anchor],
         )
         rows.append((out[0, 1:] @ maker.head().T).log_softmax(-1))
-    logits = [
-        [[round(x, 6) for x in level] for level in levels] for levels in torch.stack(rows).tolist()
-    ]
-    return {"config": config, "shapes": shapes, "logits": logits}
+    return {"config": config, "shapes": shapes, "logits": maker.rounded(torch.stack(rows))}
 
 
 @torch.no_grad()

@@ -105,11 +105,7 @@ def eagle_made_by_it(kind: str) -> dict[str, Any]:
         [torch.stack([level[a - 1 + n] for n, level in enumerate(levels)]) for a in maker.ANCHORS]
     )
     config = json.loads(json.dumps(exporter._export_config()))
-    return {"config": config, "shapes": shapes, "logits": rounded(rows)}
-
-
-def rounded(rows: torch.Tensor) -> list[list[list[float]]]:
-    return [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
+    return {"config": config, "shapes": shapes, "logits": maker.rounded(rows)}
 
 
 def converted(architecture: dict[str, Any], mode: dict[str, Any]) -> Any:
@@ -167,7 +163,7 @@ def made_by_it(kind: str) -> dict[str, Any]:
     else:
         rows = base[0, :, 1:]  # the slot of the anchor predicts nothing
     config = json.loads(json.dumps(exporter._export_config()))
-    return {"config": config, "shapes": shapes, "logits": rounded(rows.log_softmax(-1))}
+    return {"config": config, "shapes": shapes, "logits": maker.rounded(rows.log_softmax(-1))}
 
 
 @torch.no_grad()

@@ -66,66 +66,71 @@ def settings(kind: str) -> dict[str, Any]:
 # ---- what follows needs SpecForge ----
 
 
+def built(
+    own: Any, kind: str, config: dict[str, Any]
+) -> tuple[Any, dict[str, list[int]], torch.nn.Embedding, torch.nn.Linear]:
+    """(a draft of this class, the shapes of its tensors, the target's embedding, its LM head)."""
+    model = own(transformers.Qwen3Config(**config, attn_implementation="eager")).eval()
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    model.load_state_dict(maker.weights(kind, shapes))
+    head = torch.nn.Linear(maker.WIDTH, maker.VOCAB, bias=False)
+    head.weight.copy_(maker.head())
+    return model, shapes, torch.nn.Embedding.from_pretrained(maker.embedding()), head
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+    """The anchors [1, n], and that all of them count."""
+    anchors = torch.tensor(maker.ANCHORS)[None]
+    return anchors, torch.ones_like(anchors, dtype=torch.bool)
+
+
 def made_by_it(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     from specforge.algorithms.common.dflash_family_model import OnlineDominoModel
     from specforge.modeling.draft.domino import DominoDraftModel
 
-    model = DominoDraftModel(transformers.Qwen3Config(**config, attn_implementation="eager"))
-    model = model.eval()
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    model.load_state_dict(maker.weights(kind, shapes))
-    embed = torch.nn.Embedding.from_pretrained(maker.embedding())
-    head = torch.nn.Linear(maker.WIDTH, maker.VOCAB, bias=False)
-    head.weight.copy_(maker.head())
+    model, shapes, embed, head = built(DominoDraftModel, kind, config)
     training = OnlineDominoModel(
         model, head, embed, 1, maker.BLOCK, "eager", objective_chunk_blocks=0,
         shift_label=model.shift_label,
     )  # fmt: skip
-    ids, anchors = torch.tensor(maker.text())[None], torch.tensor(maker.ANCHORS)[None]
-    drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
     with (
-        mock.patch.object(training, "_sample_anchor_positions", return_value=drawn),
+        mock.patch.object(training, "_sample_anchor_positions", return_value=drawn()),
         maker.kept(OnlineDominoModel, "_apply_domino_head") as calls,
     ):
+        ids = torch.tensor(maker.text())[None]
         training(ids, maker.features()[None], torch.ones(1, maker.LENGTH))
     states = calls[0][1]["hidden4d"][0]  # [anchors, block, h]
     rows = calls[0][2][0][:, 0 if model.shift_label else 1 :].log_softmax(-1)
     target = SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embed))
     blocks = torch.ones(len(states), maker.BLOCK, dtype=torch.long)
-    blocks[:, 0] = ids[0, anchors[0]]
+    blocks[:, 0] = ids[0, maker.ANCHORS]
     greedy = model._sample_draft_tokens(target, states, blocks)
-    return {"config": config, "shapes": shapes, "logits": rounded(rows), "greedy": greedy.tolist()}
-
-
-def rounded(rows: torch.Tensor) -> list[list[list[float]]]:
-    return [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
+    return {
+        "config": config,
+        "shapes": shapes,
+        "logits": maker.rounded(rows),
+        "greedy": greedy.tolist(),
+    }
 
 
 def dspark_made_by_it(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     from specforge.algorithms.common.dflash_family_model import OnlineDSparkModel
     from specforge.modeling.draft.dspark import DSparkDraftModel
 
-    model = DSparkDraftModel(transformers.Qwen3Config(**config, attn_implementation="eager"))
-    model = model.eval()
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    model.load_state_dict(maker.weights(kind, shapes))
-    embed = torch.nn.Embedding.from_pretrained(maker.embedding())
-    head = torch.nn.Linear(maker.WIDTH, maker.VOCAB, bias=False)
-    head.weight.copy_(maker.head())
+    model, shapes, embed, head = built(DSparkDraftModel, kind, config)
     training = OnlineDSparkModel(model, head, embed, 1, maker.BLOCK, "eager")
-    ids, anchors = torch.tensor(maker.text())[None], torch.tensor(maker.ANCHORS)[None]
-    drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
     with (
-        mock.patch.object(training, "_sample_anchor_positions", return_value=drawn),
+        mock.patch.object(training, "_sample_anchor_positions", return_value=drawn()),
         maker.kept(DSparkDraftModel, "apply_logits_head") as calls,
     ):
         length = maker.LENGTH
         last = torch.zeros(1, length, maker.WIDTH)  # of the target, for the loss alone
+        ids = torch.tensor(maker.text())[None]
         training(ids, maker.features()[None], torch.ones(1, length), last)
     return {
         "config": config,
         "shapes": shapes,
-        "logits": rounded(calls[0][2][0].log_softmax(-1)),
+        "logits": maker.rounded(calls[0][2][0].log_softmax(-1)),
     }
 
 

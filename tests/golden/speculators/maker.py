@@ -68,6 +68,11 @@ def weights(kind: str, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     return own | {name: value for name, value in shared.items() if name in own}
 
 
+def rounded(rows: torch.Tensor) -> list[list[list[float]]]:
+    """Rows [anchors, levels, V] as they are stored."""
+    return [[[round(x, 6) for x in level] for level in levels] for levels in rows.tolist()]
+
+
 def text() -> list[int]:
     found = np.random.RandomState(0).randint(2, VOCAB, LENGTH)
     return [int(token) for token in found]
@@ -231,10 +236,7 @@ def main() -> None:
                 found = eagle_logits(model) if base == "eagle3" else peagle_logits(model)
             else:
                 found, after = block_logits(model, base)
-            rows = [
-                [[round(x, 6) for x in level] for level in levels]
-                for levels in found.log_softmax(-1).tolist()
-            ]
+            rows = rounded(found.log_softmax(-1))
             made["kinds"][kind] = {
                 "config": json.loads(config.read_text()), "shapes": shapes, "logits": rows,
                 "greedy": None if after is None else after.tolist(),
